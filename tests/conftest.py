@@ -1,0 +1,17 @@
+"""One thread per test worker, and the optional folder of local data."""
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def local_data():
+    "The folder named by TINYLM_LOCAL_DATA: books as published and reference answers; optional, never needed."
+    folder = os.environ.get("TINYLM_LOCAL_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("TINYLM_LOCAL_DATA does not name a folder: this check needs data that is not in the repository")
+    return Path(folder)
