@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'BATCH_SIZE', 'LEARNING_RATE', 'tinylm', 'UserError', 'read_text', 'as_ids', 'windows', 'bits_per_byte',
-           'prepare_stories', 'prepare_file', 'baselines', 'report', 'train_with_progress', 'write', 'demo',
-           'show_stories', 'main']
+           'prepare_stories', 'prepare_file', 'baselines', 'report', 'widen_start', 'train_with_progress', 'write',
+           'demo', 'show_stories', 'main']
 
 # %% ../nbs/13_command_line.ipynb #2eaaad0a
 import math
@@ -129,6 +129,17 @@ def report(
     for name, bits in sorted(rows.items(), key=lambda row: -row[1]):
         typer.echo(f"  {name:<10} {bits:7.4f}  {'█' * max(1, round(36 * bits / width))}")
 
+# %% ../nbs/13_command_line.ipynb #edf0b2d0
+@torch.no_grad()
+def widen_start(
+    model: TransformerLM,  # freshly made
+) -> TransformerLM:  # the same model
+    "Multiply every matrix by √(768/C), so that a narrow model's first weights are as large as its width asks for."
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(math.sqrt(768 / model.config.d_model))
+    return model
+
 # %% ../nbs/13_command_line.ipynb #cd3cbcb9
 def train_with_progress(
     model: TransformerLM,  # trained in place
@@ -161,12 +172,12 @@ def write(
 @app.command()
 def demo(
     text: Path = typer.Option(None, help="Train on this UTF-8 text file instead of the built-in stories."),
-    steps: int = typer.Option(600, min=1, help="Updates; 600 take about a minute on two cores."),
+    steps: int = typer.Option(1000, min=1, help="Updates; 1000 take about a minute on two cores."),
     seed: int = typer.Option(0, min=0, help="Decides the first weights, the windows and the draws."),
 ):
     "Train a small byte-level model, compare it with n-grams (and the exact floor), let it write."
     torch.manual_seed(seed)
-    model = TransformerLM(ModelConfig.preset("tiny"))
+    model = widen_start(TransformerLM(ModelConfig.preset("tiny", backend="fused")))
     if text is None:
         train, held_out, floor = prepare_stories(seed)
     else:

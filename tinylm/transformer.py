@@ -116,7 +116,7 @@ def check_widths(config):
 
 # %% ../nbs/04_transformer.ipynb #52942de6
 PRESETS = {
-    "tiny": dict(vocab_size=256, context_length=256, d_model=96, n_layers=3, n_heads=4),
+    "tiny": dict(vocab_size=256, context_length=256, d_model=64, n_layers=2, n_heads=4),
     "reference": dict(vocab_size=1000, context_length=512, d_model=256, n_layers=4, n_heads=4),
     "gpt2-mini": dict(vocab_size=50257, context_length=512, d_model=128, n_layers=4, n_heads=4,
                       position="learned", norm="layernorm", ffn="gelu", bias=True),
