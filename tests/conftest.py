@@ -1,11 +1,14 @@
-"""One thread per test worker, and the optional folder of local data."""
+"""One thread per test worker, the same examples in every run, and the optional folder of local data."""
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("tinylm", derandomize=True, deadline=None)
+settings.load_profile("tinylm")
 
 
 @pytest.fixture(scope="session")
