@@ -46,8 +46,9 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, each (n, D/2), on the CPU
     """Cosine and sine of position · ω_i, with ω_i = Θ^(−2i/D): the table that `apply_rope` reads.
 
-    Angles are float64 and only the finished table is cast: in bfloat16 the positions 256 and 257 would be one number.
-    A width that is odd, a count or Θ out of range: `ValueError`. Source: Su et al. 2021, RoFormer.
+    Angles are float64 and only the finished table is cast: in bfloat16 the positions 256 and 257
+    would be one number. A width that is odd, a count or Θ out of range: `ValueError`.
+    Source: Su et al. 2021, RoFormer.
     """
     check_table_arguments(n_positions, head_dim, theta, "head_dim")
     if not dtype.is_floating_point:
@@ -60,23 +61,24 @@ def check_rope_inputs(x, cos, sin):
     "Raise the documented error unless cos and sin hold D/2 angles for each position of x."
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, not {x.dtype}: a turned whole number is no whole number")
-    *_, T, D = x.shape
-    rows = cos.shape[:-2]  # (): all rows of the batch stand at the same positions; (B, 1): each at its own
-    fits = rows == () or (x.ndim == 4 and rows in ((1,), (1, 1), (x.shape[0], 1)))
+    T, D = (0, 0, *x.shape)[-2:]
+    rows = cos.shape[:-2]  # (): the rows of the batch share their positions; (B, 1): each has its own
+    fits = rows == () and x.ndim > 1 or x.ndim == 4 and rows in ((1,), (1, 1), (x.shape[0], 1))
     if not fits or D % 2 or cos.shape[-2:] != (T, D // 2) or sin.shape != cos.shape:
-        raise ValueError(f"for x {tuple(x.shape)} = (B, h, T, D), cos and sin must both be (T, D/2) or (B, 1, T, D/2); "
-                         f"got {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise ValueError(f"for x {tuple(x.shape)} = (B, h, T, D), cos and sin must both be (T, D/2) "
+                         f"or (B, 1, T, D/2); got {tuple(cos.shape)} and {tuple(sin.shape)}")
 
 # %% ../nbs/02_positions.ipynb #838dbdf7
 def apply_rope(
     x: torch.Tensor,  # queries or keys (B, h, T, D)
-    cos: torch.Tensor,  # (T, D/2), or (B, 1, T, D/2) where the rows of a batch stand at different positions
+    cos: torch.Tensor,  # (T, D/2), or (B, 1, T, D/2) where each row of a batch has its own positions
     sin: torch.Tensor,  # like cos
 ) -> torch.Tensor:  # (B, h, T, D), the dtype of x
     """Turn each pair (x_i, x_{i + D/2}) by its angle: the half-split pairs of Llama and Hugging Face.
 
-    The score of two turned vectors depends only on the distance of their positions. Computed in the wider dtype of x and
-    the table. A table that does not fit: `ValueError`; integers: `TypeError`. Source: Su et al. 2021, RoFormer.
+    The score of two turned vectors depends only on the distance of their positions. Computed in the
+    wider dtype of x and the table. A table that does not fit: `ValueError`; integers: `TypeError`.
+    Source: Su et al. 2021, RoFormer.
     """
     check_rope_inputs(x, cos, sin)
     first, second = x.chunk(2, dim=-1)  # (B, h, T, D/2) each
@@ -87,9 +89,10 @@ def sinusoidal_table(
     n_positions: int,  # rows: positions 0 … n − 1
     d_model: int,  # C, even
 ) -> torch.Tensor:  # (n, C), float32, on the CPU
-    """The fixed table of Vaswani et al. 2017, section 3.5: columns 0, 2, … are sines, columns 1, 3, … cosines of the same angle.
+    """The fixed table of Vaswani et al. 2017, section 3.5: columns 0, 2, … sines, 1, 3, … cosines.
 
-    Angles are float64; the finished table is cast last. A width that is odd or a count out of range: `ValueError`.
+    Columns 2i and 2i + 1 share an angle. Angles are float64; the finished table is cast last.
+    A width that is odd or a count out of range: `ValueError`.
     """
     check_table_arguments(n_positions, d_model, 10000.0, "d_model")
     angles = position_angles(n_positions, d_model)  # (n, C/2)
