@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'BATCH_SIZE', 'LEARNING_RATE', 'tinylm', 'UserError', 'read_text', 'as_ids', 'windows', 'bits_per_byte',
-           'prepare_stories', 'prepare_file', 'baselines', 'report', 'widen_start', 'train_with_progress', 'write',
-           'demo', 'show_stories', 'main']
+           'prepare_stories', 'prepare_file', 'baselines', 'report', 'train_with_progress', 'write', 'demo',
+           'show_stories', 'main']
 
 # %% ../nbs/13_command_line.ipynb #2eaaad0a
 import math
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from .corpus import KnownEntropyLanguage, NGram
-from .transformer import ModelConfig, TransformerLM, continue_ids, fit
+from .transformer import ModelConfig, TransformerLM, continue_ids, fit, widen_start
 
 # %% ../nbs/13_command_line.ipynb #1a522393
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -128,17 +128,6 @@ def report(
     width = max(rows.values())
     for name, bits in sorted(rows.items(), key=lambda row: -row[1]):
         typer.echo(f"  {name:<10} {bits:7.4f}  {'█' * max(1, round(36 * bits / width))}")
-
-# %% ../nbs/13_command_line.ipynb #edf0b2d0
-@torch.no_grad()
-def widen_start(
-    model: TransformerLM,  # freshly made
-) -> TransformerLM:  # the same model
-    "Multiply every matrix by √(768/C), so that a narrow model's first weights are as large as its width asks for."
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.mul_(math.sqrt(768 / model.config.d_model))
-    return model
 
 # %% ../nbs/13_command_line.ipynb #cd3cbcb9
 def train_with_progress(

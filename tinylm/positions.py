@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from .attention import check_count
+
 # %% ../nbs/02_positions.ipynb #99047904
 def position_angles(
     n_positions: int,  # positions 0 … n − 1
@@ -24,11 +26,8 @@ def position_angles(
 # %% ../nbs/02_positions.ipynb #49bb6e3d
 def check_table_arguments(n_positions, width, theta, name):
     "Raise the documented error for a table that cannot be made; `name` is what its caller calls the width."
-    for label, count, least in (("n_positions", n_positions, 0), (name, width, 2)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{label}={count!r} must be a whole number")
-        if count < least:
-            raise ValueError(f"{label}={count} must be at least {least}")
+    check_count("n_positions", n_positions, least=0)
+    check_count(name, width, least=2)
     if width % 2:
         raise ValueError(f"{name}={width} must be even: numbers are turned in pairs")
     if not isinstance(theta, (int, float)):

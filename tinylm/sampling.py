@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from .attention import check_count
 from .kv_cache import KVCache
-from .transformer import check_count, check_number
+from .transformer import check_number
 
 # %% ../nbs/07_sampling.ipynb #212f9ca1
 def check_logits(logits):
@@ -41,7 +42,7 @@ def filter_top_k(
     `ValueError` for k < 1 and for rows that are no distribution, `TypeError` for other types. Source: Fan et al. 2018.
     """
     check_logits(logits)
-    check_count("top_k", k, optional=False)
+    check_count("top_k", k)
     order = logits.argsort(dim=-1, descending=True, stable=True)  # likeliest first, of equals the lower id
     return logits.scatter(-1, order[..., k:], -math.inf)
 
