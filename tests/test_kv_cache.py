@@ -87,6 +87,28 @@ def test_sizes_are_at_least_one(name, size):
         KVCache(**{**sizes, name: size})
 
 
+@pytest.mark.parametrize("name", ["n_layers", "batch_size", "n_kv_heads", "max_length", "head_dim"])
+@pytest.mark.parametrize("size", [2.0, 1.5, True, False, "2", None, math.nan, torch.tensor(2)], ids=repr)
+def test_sizes_are_whole_numbers(name, size):
+    sizes = dict(n_layers=2, batch_size=3, n_kv_heads=2, max_length=5, head_dim=4)
+    with pytest.raises(TypeError, match=f"{name}=.*whole number"):
+        KVCache(**{**sizes, name: size})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32", None], ids=str)
+def test_keys_and_values_are_floating_point(dtype):
+    with pytest.raises(TypeError, match="dtype.*floating-point"):
+        KVCache(1, 1, 1, 4, 2, dtype=dtype)
+
+
+def test_a_new_cache_is_empty_and_as_large_as_it_says():
+    "2 · L · B · K · S · D · bytes, with no two sizes alike."
+    for dtype, itemsize in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
+        cache = KVCache(2, 3, 5, 7, 11, dtype=dtype)
+        assert cache.nbytes == 2 * 2 * 3 * 5 * 7 * 11 * itemsize
+        assert (cache.n_layers, cache.batch_size, cache.max_length, cache.length) == (2, 3, 7, 0)
+
+
 # --- update and advance -----------------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +185,15 @@ BAD_UPDATES = {
     "layer past the last": (2, ZERO, ZERO, ValueError, ("layer=2", "1")),
     "layer counted from the end": (-1, ZERO, ZERO, ValueError, ("layer=-1", "0")),
     "no room": (0, torch.zeros(2, 3, 6, 4), torch.zeros(2, 3, 6, 4), ValueError, ("6", "3", "max_length=8")),
+    "one dimension": (0, ZERO[0, 0, 0], ZERO[0, 0, 0], ValueError, ("k", "(4,)", "(2, 3, T, 4)")),
+    "five dimensions": (0, ZERO[None], ZERO[None], ValueError, ("k", "(1, 2, 3, 2, 4)")),
+    "values in three dimensions": (0, ZERO, ZERO[0], ValueError, ("v", "(3, 2, 4)")),
+    "values elsewhere": (0, ZERO, ZERO.to("meta"), ValueError, ("v", "meta", "cpu")),
+    "a list of keys": (0, ZERO.tolist(), ZERO, TypeError, ("k", "tensor", "list")),
+    "keys in numpy": (0, ZERO.numpy(), ZERO, TypeError, ("k", "tensor", "ndarray")),
+    "no values": (0, ZERO, None, TypeError, ("v", "tensor", "NoneType")),
+    "layer 1.0": (1.0, ZERO, ZERO, TypeError, ("layer=1.0", "whole number")),
+    "layer True": (True, ZERO, ZERO, TypeError, ("layer=True", "whole number")),
 }
 
 
@@ -190,6 +221,34 @@ def test_advance_goes_forward_only():
         cache.advance(-1)
     cache.advance(0)
     assert cache.length == 3
+
+
+@pytest.mark.parametrize("n", [1.0, True, None, "1", torch.tensor(1)], ids=repr)
+@pytest.mark.parametrize("method", ["advance", "truncate"])
+def test_positions_are_counted_in_whole_numbers(method, n):
+    cache = new_cache()
+    held = write(cache, 3, 0)
+    with pytest.raises(TypeError, match="n=.*whole number"):
+        getattr(cache, method)(n)
+    assert cache.length == 3
+    assert_holds(cache, held)
+
+
+def test_what_update_returns_lies_in_the_cache_and_is_not_copied():
+    "Copying everything at every step would cost as much as concatenating."
+    cache = new_cache()
+    write(cache, 2, 0)
+    first = cache.update(1, ZERO, ZERO)
+    second = cache.update(1, ZERO, ZERO)
+    for part, again in zip(first, second):
+        assert part.data_ptr() == again.data_ptr() and part.shape == (2, 3, 4, 4)
+    assert first[0].data_ptr() != first[1].data_ptr() != cache.update(0, ZERO, ZERO)[1].data_ptr()
+
+
+def test_training_through_two_layers_of_one_buffer_is_an_error_and_no_wrong_gradient():
+    model = build().train()
+    with pytest.raises(RuntimeError, match="inplace"):
+        model(random_ids(1, 4), cache=KVCache.for_model(model, 1, CONTEXT)).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -256,13 +315,25 @@ def test_reorder_reads_the_old_rows_only():
     assert keys.flatten().tolist() == [2, 1, 1] and values.flatten().tolist() == [20, 10, 10]
 
 
-@pytest.mark.parametrize("index", [[0], [0, 1, 0], [[0, 1]], [0, 2], [-1, 0], [0.0, 1.0], [True, False]], ids=str)
-def test_a_bad_reorder_is_refused_and_changes_nothing(index):
+BAD_ORDERS = [([0], ValueError), ([0, 1, 0], ValueError), ([[0, 1]], ValueError), ([0, 2], ValueError), ([-1, 0], ValueError),
+              ([0.0, 1.0], TypeError), ([True, False], TypeError), ([], TypeError)]  # torch.tensor([]) is float
+
+
+@pytest.mark.parametrize("index, error", BAD_ORDERS, ids=str)
+def test_a_bad_reorder_is_refused_and_changes_nothing(index, error):
     cache = new_cache()
     held = write(cache, 3, 0)
-    with pytest.raises((ValueError, TypeError), match="index"):
+    with pytest.raises(error, match="index"):
         cache.reorder(torch.tensor(index))
     assert_holds(cache, held)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([1, 0], dtype=torch.int16), torch.tensor([1, 0], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.int32), [1, 0]], ids=str)
+def test_row_numbers_come_in_any_whole_type(index):
+    cache = new_cache()
+    held = write(cache, 3, 0)
+    cache.reorder(index)
+    assert_holds(cache, [tuple(part[[1, 0]] for part in layer) for layer in held])
 
 
 @pytest.mark.parametrize("position", POSITIONS)
