@@ -190,7 +190,7 @@ def test_cached_logits_equal_uncached_ones_in_float32(all_logits):
     for use in (True, False):
         generate(model, random_prompts(6, 2, 5), 10, use_cache=use)
     cached, uncached = torch.stack(all_logits).chunk(2)
-    torch.testing.assert_close(cached, uncached, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cached / uncached.std(), uncached / uncached.std(), atol=1e-5, rtol=1e-5)  # of the size of a logit, here about 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

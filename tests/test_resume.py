@@ -382,7 +382,6 @@ def test_ckpt_3_a_process_may_end_at_any_file_operation(tmp_path, keep):
     assert deaths > 30
 
 
-@pytest.mark.xfail(strict=True, reason="replace_folder does not expect the remains of a process of the same number, which containers give out again and again")
 def test_ckpt_3_a_process_may_have_the_number_of_one_that_died(tmp_path):
     save_checkpoint(tmp_path / "c", build(), step=1)
     shutil.copytree(tmp_path / "c", tmp_path / f".tmp-old-c-{os.getpid()}")
@@ -430,7 +429,6 @@ def test_ckpt_3_a_checkpoint_that_latest_does_not_name_is_not_taken(copy):
     assert load_checkpoint(copy / "checkpoints" / "step-00000006").step == 6
 
 
-@pytest.mark.xfail(strict=True, reason="_sweep keeps the folders of the highest numbers, not those up to `latest`")
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_checkpoint_that_latest_names_is_never_swept_away(copy, keep):
     "A killed process may leave newer folders than the one that `latest` names; Ctrl-C then saves between them."
@@ -493,13 +491,13 @@ def wait_for_lines(process, log, n):
 
 
 def test_a_run_killed_again_and_again_ends_bit_for_bit_like_one_that_was_not(tmp_path):
-    config = replace(CONFIG, steps=150, checkpoint_every=2, eval_every=5, keep_checkpoints=1, optimizer="muon")
+    config = replace(CONFIG, steps=100, checkpoint_every=2, eval_every=5, keep_checkpoints=1, optimizer="muon")
     random.seed(0), np.random.seed(0)
     go(tmp_path / "whole", config, build(seed=0))
     out, moments, kills, step = tmp_path / "killed", random.Random(7), 0, 0
     while True:
         process = start(out, config)
-        if kills < 5 and wait_for_lines(process, out / "log.jsonl", step + moments.randint(3, 12)):
+        if kills < 4 and wait_for_lines(process, out / "log.jsonl", step + moments.randint(3, 12)):
             time.sleep(moments.uniform(0, 0.03))
             process.kill()
         output, errors = process.communicate(timeout=120)
@@ -508,7 +506,7 @@ def test_a_run_killed_again_and_again_ends_bit_for_bit_like_one_that_was_not(tmp
         assert not errors, errors
         kills += 1
         step = load_checkpoint(out).step * 6 // 5  # lines that the next process keeps, evaluations included
-    assert json.loads(output) == [150, False] and kills == 5
+    assert json.loads(output) == [100, False] and kills == 4
     assert_same(content(out), content(tmp_path / "whole"))
 
 
@@ -581,7 +579,7 @@ def test_a_missing_file_is_seen_by_name(copy, name):
     ('{"kind": "tinylm tokens", "format": 1}', "checkpoint.json was not written by tinylm"),
     ('{"kind": "tinylm checkpoint", "format": 2}', "has format 2; this tinylm reads format 1"),
     ('{"kind": "tinylm checkpoint"}', "has format None"),
-    pytest.param('{"kind": "tinylm checkpoint", "format": 1}', "checkpoint.json", marks=pytest.mark.xfail(strict=True, raises=KeyError, reason="a field that is missing is a KeyError")),
+    ('{"kind": "tinylm checkpoint", "format": 1}', "checkpoint.json .*files"),
 ])
 def test_a_foreign_or_newer_description_is_refused(copy, text, match):
     (folder_of(copy) / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -741,10 +739,7 @@ WRAPPERS = {
 }
 
 
-no_config = pytest.mark.xfail(strict=True, reason="save_checkpoint asks the wrapper for its config", raises=AttributeError)
-
-
-@pytest.mark.parametrize("wrap", [pytest.param(wrap, id=name, marks=() if name == "compiled" else no_config) for name, wrap in WRAPPERS.items()])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
 def test_ckpt_1_a_wrapped_model_is_saved_under_its_own_names(tmp_path, wrap):
     model = build()
     save_checkpoint(tmp_path / "c", wrap(model))

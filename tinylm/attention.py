@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['ENGINES', 'check_count', 'causal_mask', 'masked_softmax', 'split_heads', 'merge_heads', 'attention_scores',
            'weighted_values', 'check_mask', 'shapes_of', 'check_attention_inputs', 'scaled_dot_product_attention',
-           'fused_attention', 'causal_attention', 'check_heads', 'CausalSelfAttention']
+           'fused_attention', 'causal_attention', 'check_heads', 'past_and_present', 'CausalSelfAttention']
 
 # %% ../nbs/01_attention.ipynb #5c93ee4b
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -144,13 +145,12 @@ def scaled_dot_product_attention(
     return weighted_values(weights, v)  # (B, H, T, D)
 
 # %% ../nbs/01_attention.ipynb #b447e29c
-def fused_attention(q, k, v, mask=None, *, causal=False):
-    "scaled_dot_product_attention by torch's kernel; causal=True is causal_mask(T), not built, for T = S."
+def fused_attention(q, k, v, mask=None):
+    "scaled_dot_product_attention by torch's kernel."
     check_attention_inputs(q, k, v, mask)
     if mask is not None:  # the kernel wants at least (T, S), and the dtype of q
         mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.to(q.dtype))
-    shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 ENGINES = {"math": scaled_dot_product_attention, "fused": fused_attention}
@@ -159,8 +159,9 @@ ENGINES = {"math": scaled_dot_product_attention, "fused": fused_attention}
 def causal_attention(q, k, v, mask=None, backend="math"):
     "Attention by the chosen backend; without a mask each query sees the past and itself: causal_mask(T, S)."
     T, S = q.shape[2], k.shape[2]
-    if backend == "fused" and mask is None and T == S:
-        return fused_attention(q, k, v, causal=True)
+    if backend == "fused" and mask is None and T in (1, S):  # no table is built
+        kernel = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        return kernel() if T == 1 else kernel(is_causal=True)
     if mask is None and T != 1:  # a single query stands last and sees everything
         mask = causal_mask(T, S, device=q.device)
     return ENGINES[backend](q, k, v, mask)
@@ -176,6 +177,14 @@ def check_heads(d_model, n_heads, n_kv_heads):
         raise ValueError(f"n_kv_heads={n_kv_heads} must divide n_heads={n_heads}")
 
 # %% ../nbs/01_attention.ipynb #564fdb00
+def past_and_present(cache, layer, k, v):
+    "Keep the new keys and values (B, K, T, D), rounded to the dtype of the cache; give back those of all positions (B, K, S, D)."
+    if cache.dtype == k.dtype:
+        return cache.update(layer, k, v)
+    all_k, all_v = cache.update(layer, k.to(cache.dtype), v.to(cache.dtype))
+    return all_k.to(k.dtype), all_v.to(v.dtype)
+
+# %% ../nbs/01_attention.ipynb #b13fa226
 class CausalSelfAttention(nn.Module):
     """Causal self-attention: multi-head, grouped-query (K < H) or multi-query (K = 1).
 
@@ -214,18 +223,18 @@ class CausalSelfAttention(nn.Module):
         cache=None,  # KVCache (chapter 08) of earlier passes: S = cache.length + T; without one S = T
         layer: int = 0,  # which layer of the cache is ours
     ) -> torch.Tensor:  # (B, T, C)
-        q, k, v = self.project(x)
-        if rope is not None:
-            q, k = rope(q), rope(k)
+        q, k, v = self.project(x, rope)
         if cache is not None:
-            k, v = cache.update(layer, k.to(cache.dtype), v.to(cache.dtype))  # past and present
-            k, v = k.to(q.dtype), v.to(q.dtype)  # (B, K, S, D)
+            k, v = past_and_present(cache, layer, k, v)  # (B, K, S, D)
         heads = causal_attention(q, k, v, mask, self.backend)  # (B, H, T, D)
         return self.dropout(self.out_proj(merge_heads(heads)))
 
-    def project(self, x):
-        "x (B, T, C) -> q (B, H, T, D), k and v (B, K, T, D)"
+    def project(self, x, rope=None):
+        "x (B, T, C) -> q (B, H, T, D), k and v (B, K, T, D); rope turns queries and keys"
         if x.ndim != 3 or x.shape[-1] != self.qkv_proj.in_features:
             raise ValueError(f"x must be (B, T, {self.qkv_proj.in_features}), got {tuple(x.shape)}")
+        H, K = self.n_heads, self.n_kv_heads
         heads = split_heads(self.qkv_proj(x), self.head_dim)  # (B, H + 2K, T, D)
-        return heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
+        qk, v = heads.split_with_sizes((H + K, K), dim=1)
+        q, k = (qk if rope is None else rope(qk)).split_with_sizes((H, K), dim=1)
+        return q, k, v

@@ -4,20 +4,24 @@
 
 # %% auto #0
 __all__ = ['check_logits', 'filter_top_k', 'widen', 'filter_top_p', 'filter_min_p', 'penalize_repetition', 'check_said',
-           'token_probabilities', 'next_logits', 'draw', 'next_token', 'write_on', 'left_pad', 'evaluation_mode',
-           'check_prompts', 'check_lengths', 'token_ids', 'row_ends', 'check_generators', 'ready_cache', 'generate']
+           'token_probabilities', 'next_logits', 'draw', 'next_token', 'likeliest', 'write_on', 'left_pad',
+           'evaluation_mode', 'direct', 'twin', 'OneRowLinear', 'one_row_rms_norm', 'decoding_twin', 'check_prompts',
+           'check_lengths', 'token_ids', 'row_ends', 'check_generators', 'ready_cache', 'generate']
 
 # %% ../nbs/07_sampling.ipynb #7e21c36d
+import functools
 import math
 import operator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from .attention import check_count
 from .kv_cache import KVCache
+from .layers import RMSNorm
 from .transformer import check_number
 
 # %% ../nbs/07_sampling.ipynb #212f9ca1
@@ -27,10 +31,9 @@ def check_logits(logits):
         raise TypeError(f"logits must be a floating-point tensor, not {getattr(logits, 'dtype', type(logits).__name__)}")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be (…, V) with at least one token, got shape {tuple(logits.shape)}")
-    largest = logits.amax(dim=-1)  # of each row; NaN if there is a NaN
-    if not largest.isfinite().all():
-        bad = largest[~largest.isfinite()][0].item()
-        raise ValueError(f"logits={bad} as the largest of a row: there must be no NaN, no +inf and at least one finite number")
+    for largest in logits.amax(dim=-1).flatten().tolist():  # of each row; NaN if there is a NaN
+        if not math.isfinite(largest):
+            raise ValueError(f"logits={largest} as the largest of a row: there must be no NaN, no +inf and at least one finite number")
 
 # %% ../nbs/07_sampling.ipynb #69153891
 def filter_top_k(
@@ -182,8 +185,18 @@ def next_token(
     **settings,  # as in token_probabilities
 ) -> torch.Tensor:  # ids (B,)
     "One token a row: the likeliest at temperature 0, where no random number is used, else a draw."
-    probabilities = token_probabilities(logits, ids=ids, temperature=temperature, **settings)
-    return probabilities.argmax(dim=-1) if temperature == 0 else draw(probabilities, generator)
+    if temperature == 0:
+        return likeliest(logits, ids, **settings)
+    return draw(token_probabilities(logits, ids=ids, temperature=temperature, **settings), generator)
+
+
+def likeliest(logits, ids, *, repetition_penalty=1.0, **filters):
+    "The id of the largest logit after the penalty, of equal ones the lowest: what every filter keeps, so none is asked."
+    check_logits(logits)
+    if repetition_penalty != 1:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = penalize_repetition(wide, ids, repetition_penalty)
+    return logits.argmax(dim=-1)
 
 # %% ../nbs/07_sampling.ipynb #d872b21c
 def write_on(
@@ -201,15 +214,18 @@ def write_on(
     "The loop: logits, one token a row, append; until max_new_tokens or until every row has ended."
     running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     lengths = torch.full_like(running, ids.shape[1], dtype=torch.long)
+    endless = len(stops) == 0  # then nothing has to be looked for
     for _ in range(max_new_tokens):
         token = choose(next_logits(model, ids, pad_mask, cache), ids)  # (B,)
-        token = torch.where(running, token, fill)
-        ids = torch.cat((ids, token[:, None].to(ids.dtype)), dim=1)
+        token = token if endless else torch.where(running, token, fill)
+        ids = torch.cat((ids, token[:, None].type_as(ids)), dim=1)
         pad_mask = None if pad_mask is None else F.pad(pad_mask, (0, 1), value=True)
         lengths += running
-        running = running & ~torch.isin(token, stops)
         if on_token is not None:
             on_token(token)
+        if endless:
+            continue
+        running = running & ~torch.isin(token, stops)
         if not running.any():
             break
     return ids, lengths
@@ -238,6 +254,78 @@ def evaluation_mode(
     finally:
         for module, training in modes.items():
             module.training = training
+
+# %% ../nbs/07_sampling.ipynb #3295ca0a
+@functools.cache
+def direct(cls):
+    "A class like cls, whose call is its `forward` and nothing else."
+    return type(cls.__name__, (cls,), {"__call__": lambda self, *args, **options: self.forward(*args, **options)})
+
+
+def twin(
+    module,  # any nn.Module
+    make_part=None,  # what makes the twin of each part; this function if None
+):  # an object with the same methods, the same tensors, and twins of the parts, all as plain attributes
+    "The module without what nn.Module does around a call. It owns nothing: it is thrown away after use, never saved."
+    light = object.__new__(direct(type(module)))
+    parts = {name: part and (make_part or twin)(part) for name, part in module._modules.items()}
+    vars(light).update(vars(module), _modules=parts, **parts, **module._parameters, **module._buffers)
+    return light
+
+# %% ../nbs/07_sampling.ipynb #effe7e1d
+class OneRowLinear:
+    "x @ weight + bias for few rows: what nn.Linear computes, with the matrix lying (in, out) if `copy` and if that is the longer way."
+
+    def __init__(
+        self,
+        linear: nn.Linear,  # its numbers are read now; later changes are not seen in a copy
+        copy: bool,  # lay the matrix out anew
+    ):
+        weight = linear.weight.t()  # (in, out), the same memory
+        self.weight = weight.contiguous() if copy and linear.out_features >= linear.in_features else weight
+        self.in_features, self.bias = linear.in_features, linear.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # (…, in) -> (…, out)
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+# %% ../nbs/07_sampling.ipynb #2c39c182
+def one_row_rms_norm(
+    norm: RMSNorm,  # in float32 or float64
+):  # a function (…, C) -> (…, C)
+    "RMSNorm with its constants multiplied out. An x of another dtype than the gain goes to the norm itself."
+    C = len(norm.weight)
+    gain, floor = norm.weight * C**0.5, norm.weight.new_tensor((C * norm.eps) ** 0.5)
+
+    def normed(x):
+        if x.dtype != gain.dtype:
+            return norm(x)
+        return x * gain / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+
+    return normed
+
+# %% ../nbs/07_sampling.ipynb #052f1e18
+def decoding_twin(
+    model,  # a TransformerLM in evaluation mode
+    steps: int,  # how many words it is going to write
+):
+    "What writes in place of model: the same definition and the same numbers, in a form made for single rows. Made for one call of generate, from the weights of now."
+    if model.device.type != "cpu" or any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+        return model
+
+    def make_part(part):
+        if type(part) is nn.Dropout and not part.training:
+            return lambda x: x
+        if type(part) is nn.Linear:
+            return OneRowLinear(part, copy=steps >= 48)
+        if type(part) is RMSNorm and part.weight.dtype in (torch.float32, torch.float64):
+            return one_row_rms_norm(part)
+        light = twin(part, make_part)
+        if hasattr(part, "backend"):
+            light.backend = "fused"
+        return light
+
+    return make_part(model)
 
 # %% ../nbs/07_sampling.ipynb #9b2a23c1
 def check_prompts(prompts, ragged):
@@ -342,7 +430,8 @@ def generate(
 
     With a cache only ids[:, cache.length:] is read; without, everything, by the same code. "slide": past the limit each step is a fresh
     pass over the last context_length tokens. Each row of a list is what its own run would be, greedy or with its own generator. The model
-    comes back in the mode it was found in. Bad input: `ValueError` or `TypeError` before the first pass.
+    comes back in the mode it was found in. The weights are those of the moment of the call. Bad input: `ValueError` or `TypeError` before
+    the first pass.
     """
     ragged, config = isinstance(ids, (list, tuple)), model.config
     check_prompts(ids, ragged)
@@ -355,6 +444,7 @@ def generate(
     token_probabilities(torch.zeros(1), ids=torch.tensor([0]), **settings)  # refuses a bad setting now
     cache = ready_cache(model, cache, use_cache, B, P, min(config.context_length, P + max_new_tokens - 1), ragged)
     with evaluation_mode(model), torch.inference_mode():
+        model = decoding_twin(model, max_new_tokens)
         ids, lengths = write_on(model, ids, pad_mask, cache, max_new_tokens, choose=partial(next_token, generator=generator, **settings),
                                 stops=torch.tensor(stops, dtype=torch.long, device=ids.device), fill=fill, on_token=on_token)
     if ragged:

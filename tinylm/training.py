@@ -627,8 +627,6 @@ def read_checkpoint(path):  # its folder, and the content of checkpoint.json
         raise CheckpointError(f"{folder} has format {info.get('format')}; this tinylm reads format {FORMAT}")
     if missing := {"step", "model_config", "train_config", "state", "files"} - info.keys():
         raise CheckpointError(f"{folder / 'checkpoint.json'} does not say {min(missing)}")
-    if missing := {"step", "model_config", "train_config", "state", "files"} - info.keys():
-        raise CheckpointError(f"{folder / 'checkpoint.json'} is incomplete: {min(missing)} is missing")
     for name, expected in info["files"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is incomplete: {name} is missing")

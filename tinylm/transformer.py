@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .attention import CausalSelfAttention, causal_mask, check_count
 from .layers import GELUFeedForward, LayerNorm, RMSNorm, SwiGLUFeedForward
-from .positions import apply_rope, rope_table, sinusoidal_table
+from .positions import both_halves, rope_table, sinusoidal_table, turn_halves
 
 # %% ../nbs/04_transformer.ipynb #ddf95d14
 KITE_WEIGHTS = {  # parameter -> the matrices stacked in it, {(row, column): value}; the rest is 0
@@ -355,7 +355,8 @@ class TransformerLM(nn.Module):
             x = x + self.sinusoids[position]
         elif self.config.position == "rope":
             cos, sin = (table[position].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))  # (…, 1, T, D/2)
-            rope = partial(apply_rope, cos=cos, sin=sin)
+            cos, sin = both_halves(cos, sin)  # once, for all layers
+            rope = partial(turn_halves, cos=cos, sin=sin)
         return self.dropout(x), rope
 
     def num_parameters(
