@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinylm.kv_cache import KVCache
 from tinylm.layers import RMSNorm
-from tinylm.sampling import OneRowLinear, decoding_twin, generate, one_row_rms_norm, token_probabilities
+from tinylm.sampling import decoding_twin, generate, one_row_linear, one_row_rms_norm, token_probabilities
 from tinylm.transformer import ModelConfig, TransformerLM
 
 V, MANY = 23, 60  # of every model that build() makes; words for which the matrices are laid out anew
@@ -98,10 +98,10 @@ def test_poison_past_the_cursor_changes_nothing_for_the_twin():
 def test_one_row_linear_is_linear_in_another_layout(out, copied, bias):
     torch.manual_seed(0)
     linear, x = nn.Linear(16, out, bias=bias).double(), torch.randn(2, 3, 16, dtype=torch.float64)
-    for copy in (True, False):
-        ours = OneRowLinear(linear, copy)
-        torch.testing.assert_close(ours(x), F.linear(x, linear.weight, linear.bias), atol=1e-13, rtol=0)
-        assert ours.weight.is_contiguous() == (copy and copied) and (ours.weight.data_ptr() == linear.weight.data_ptr()) != (copy and copied)
+    ours = one_row_linear(linear)
+    torch.testing.assert_close(ours(x), F.linear(x, linear.weight, linear.bias), atol=1e-13, rtol=0)
+    assert ours.weight.equal(linear.weight) and linear.weight.is_contiguous()
+    assert ours.weight.stride() == ((1, out) if copied else (16, 1)) and (ours.weight.data_ptr() == linear.weight.data_ptr()) != copied
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.3])
@@ -204,10 +204,14 @@ def test_parts_of_other_kinds_run_their_own_forward():
         def forward(self, x):
             return 2 * super().forward(x)
 
+    class Half(RMSNorm):
+        def forward(self, x):
+            return super().forward(x) / 2
+
     model = build(context_length=80)
     twice = Twice(model.config.d_model, model.config.d_model, bias=False).double()
     model.blocks[0].attention.out_proj = twice
-    model.blocks[1].norm1 = nn.RMSNorm(model.config.d_model, 0.5).double()
+    model.blocks[1].norm1, model.blocks[0].norm2 = nn.RMSNorm(model.config.d_model, 0.5).double(), Half(model.config.d_model).double()
     with torch.inference_mode():
         torch.testing.assert_close(decoding_twin(model, MANY)(ids_of(2, 9)), model(ids_of(2, 9)), atol=1e-12, rtol=0)
     assert generate(model, ids_of(2, 7), MANY).equal(plain_loop(model, ids_of(2, 7), MANY))

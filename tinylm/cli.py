@@ -404,7 +404,7 @@ def sample(
 # %% ../nbs/13_command_line.ipynb #33e5e60b
 N_STORIES, N_HELD_OUT = 30_000, 300
 DEMO = dict(batch_size=32, context_length=96, lr=5e-3, warmup_steps=20, optimizer="muon", muon_lr=1e-2, weight_decay=0.0,
-            checkpoint_every=50)
+            eval_every=50, eval_tokens=2_000, checkpoint_every=50)
 
 
 def clear_demo(out: Path, steps: int, seed: int):

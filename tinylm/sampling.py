@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_logits', 'filter_top_k', 'widen', 'filter_top_p', 'filter_min_p', 'penalize_repetition', 'check_said',
            'token_probabilities', 'next_logits', 'draw', 'next_token', 'likeliest', 'write_on', 'left_pad',
-           'evaluation_mode', 'direct', 'twin', 'OneRowLinear', 'one_row_rms_norm', 'decoding_twin', 'check_prompts',
+           'evaluation_mode', 'direct', 'twin', 'one_row_linear', 'one_row_rms_norm', 'decoding_twin', 'check_prompts',
            'check_lengths', 'token_ids', 'row_ends', 'check_generators', 'ready_cache', 'generate']
 
 # %% ../nbs/07_sampling.ipynb #7e21c36d
@@ -273,21 +273,14 @@ def twin(
     return light
 
 # %% ../nbs/07_sampling.ipynb #effe7e1d
-class OneRowLinear:
-    "x @ weight + bias for few rows: what nn.Linear computes, with the matrix lying (in, out) if `copy` and if that is the longer way."
-
-    def __init__(
-        self,
-        linear: nn.Linear,  # its numbers are read now; later changes are not seen in a copy
-        copy: bool,  # lay the matrix out anew
-    ):
-        weight = linear.weight.t()  # (in, out), the same memory
-        self.weight = weight.contiguous() if copy and linear.out_features >= linear.in_features else weight
-        self.in_features, self.bias = linear.in_features, linear.bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # (…, in) -> (…, out)
-        y = x @ self.weight
-        return y if self.bias is None else y + self.bias
+def one_row_linear(
+    linear: nn.Linear,  # its matrix (out, in) is copied now; later changes are not seen
+):  # its twin
+    "The twin of a linear layer whose matrix lies column by column in memory, if columns are the longer ones."
+    light = twin(linear)
+    if linear.out_features >= linear.in_features:
+        vars(light)["weight"] = linear.weight.t().contiguous().t()  # (out, in)
+    return light
 
 # %% ../nbs/07_sampling.ipynb #2c39c182
 def one_row_rms_norm(
@@ -309,15 +302,18 @@ def decoding_twin(
     model,  # a TransformerLM in evaluation mode
     steps: int,  # how many words it is going to write
 ):
-    "What writes in place of model: the same definition and the same numbers, in a form made for single rows. Made for one call of generate, from the weights of now."
-    if model.device.type != "cpu" or any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+    """What writes in place of model: the same definition and numbers, in a form made for single rows.
+
+    It holds the weights of this moment and lives for one call of generate. The model itself, on other devices and where hooks watch it."""
+    watched = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    if watched or model.device.type != "cpu":
         return model
 
     def make_part(part):
         if type(part) is nn.Dropout and not part.training:
             return lambda x: x
-        if type(part) is nn.Linear:
-            return OneRowLinear(part, copy=steps >= 48)
+        if type(part) is nn.Linear and steps >= 48:  # copying takes as long as some 40 steps save
+            return one_row_linear(part)
         if type(part) is RMSNorm and part.weight.dtype in (torch.float32, torch.float64):
             return one_row_rms_norm(part)
         light = twin(part, make_part)
@@ -430,8 +426,7 @@ def generate(
 
     With a cache only ids[:, cache.length:] is read; without, everything, by the same code. "slide": past the limit each step is a fresh
     pass over the last context_length tokens. Each row of a list is what its own run would be, greedy or with its own generator. The model
-    comes back in the mode it was found in. The weights are those of the moment of the call. Bad input: `ValueError` or `TypeError` before
-    the first pass.
+    keeps its mode; the weights are those of the moment of the call. Bad input: `ValueError` or `TypeError` before the first pass.
     """
     ragged, config = isinstance(ids, (list, tuple)), model.config
     check_prompts(ids, ragged)
@@ -444,9 +439,7 @@ def generate(
     token_probabilities(torch.zeros(1), ids=torch.tensor([0]), **settings)  # refuses a bad setting now
     cache = ready_cache(model, cache, use_cache, B, P, min(config.context_length, P + max_new_tokens - 1), ragged)
     with evaluation_mode(model), torch.inference_mode():
-        model = decoding_twin(model, max_new_tokens)
-        ids, lengths = write_on(model, ids, pad_mask, cache, max_new_tokens, choose=partial(next_token, generator=generator, **settings),
+        ids, lengths = write_on(decoding_twin(model, max_new_tokens), ids, pad_mask, cache, max_new_tokens,
+                                choose=partial(next_token, generator=generator, **settings),
                                 stops=torch.tensor(stops, dtype=torch.long, device=ids.device), fill=fill, on_token=on_token)
-    if ragged:
-        return [row[start:end].clone() for row, start, end in zip(ids, (~pad_mask).sum(dim=1), lengths)]
-    return ids.clone()
+    return [row[start:end].clone() for row, start, end in zip(ids, (~pad_mask).sum(dim=1), lengths)] if ragged else ids.clone()

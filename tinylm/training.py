@@ -821,6 +821,7 @@ def plot_log(
             axes.plot(*zip(*points), style, label=label, alpha=0.5 if key == "loss" else 1, color=colour)
     if floor is not None:
         axes.axhline(floor, linestyle="--", color="#222222", label="floor")
+        axes.set_yscale("log")  # the last steps down to a floor are small
     axes.set(xlabel="update", ylabel="loss, nats per token", title=folder.resolve().name)
     if axes.lines:
         axes.legend()
