@@ -29,11 +29,27 @@ def test_all_names_resolve_and_unknown_ones_do_not():
         tinylm.Transformer
 
 
-def test_the_example_of_the_readme_runs():
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.S)
-    result = run(sys.executable, "-c", example + "\nassert model.num_parameters() == 6_917_376 and logits.shape == (1, 3, 8192)")
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_first_example_of_the_readme_runs():
+    result = run(sys.executable, "-c", EXAMPLES[0] + "\nassert model.num_parameters() == 6_917_376 and logits.shape == (1, 3, 8192)")
     assert result.returncode == 0, result.stderr
+
+
+def test_the_second_example_of_the_readme_writes_with_the_model_of_the_demo(tmp_path, monkeypatch, capsys):
+    import torch
+    from tinylm.tokenizer import train_tokenizer
+    from tinylm.training import save_checkpoint
+
+    tokenizer = train_tokenizer(["a kite and a boat"], 260)
+    model = tinylm.TransformerLM(tinylm.ModelConfig(tokenizer.vocab_size, context_length=41, d_model=8, n_layers=1, n_heads=1))
+    save_checkpoint(tmp_path / "tinylm-demo", model, tokenizer=tokenizer)
+    monkeypatch.chdir(tmp_path)
+    assert len(EXAMPLES) == 2
+    exec(EXAMPLES[1], {"torch": torch})
+    assert len(capsys.readouterr().out) > 1
 
 
 def test_the_version_is_the_one_in_settings():

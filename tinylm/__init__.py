@@ -9,6 +9,7 @@ _HOME = {
     "TransformerLM": "tinylm.transformer",
     "KVCache": "tinylm.kv_cache",
     "generate": "tinylm.sampling",
+    "load_checkpoint": "tinylm.training",
 }
 __all__ = list(_HOME)
 
