@@ -308,13 +308,14 @@ def decoding_twin(
     watched = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     if watched or model.device.type != "cpu":
         return model
+    wide = {weight.dtype for weight in model.parameters()} <= {torch.float32, torch.float64}
 
     def make_part(part):
         if type(part) is nn.Dropout and not part.training:
             return lambda x: x
-        if type(part) is nn.Linear and steps >= 48:  # copying takes as long as some 40 steps save
+        if type(part) is nn.Linear and wide and steps >= 48:  # copying takes as long as some 40 steps save
             return one_row_linear(part)
-        if type(part) is RMSNorm and part.weight.dtype in (torch.float32, torch.float64):
+        if type(part) is RMSNorm and wide:
             return one_row_rms_norm(part)
         light = twin(part, make_part)
         if hasattr(part, "backend"):
