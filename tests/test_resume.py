@@ -78,36 +78,35 @@ class PowerCut(BaseException):
 
 
 @contextmanager
-def cut_after(step):
-    "The run ends without a word when that update has been made, before it is logged."
+def after_update(step, act):
+    "act() is called when that update has been made, before it is logged."
     real = Run.update
 
     def update(run, ids):
         line = real(run, ids)
         if line["step"] == step:
-            raise PowerCut
-        return line
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "update", update)
-        with pytest.raises(PowerCut):
-            yield
-
-
-@contextmanager
-def ctrl_c_after(step):
-    "Ctrl-C arrives at the end of that update."
-    real = Run.update
-
-    def update(run, ids):
-        line = real(run, ids)
-        if line["step"] == step:
-            signal.raise_signal(signal.SIGINT)
+            act()
         return line
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "update", update)
         yield
+
+
+def power_cut():
+    raise PowerCut
+
+
+@contextmanager
+def cut_after(step):
+    "The run ends without a word when that update has been made."
+    with after_update(step, power_cut), pytest.raises(PowerCut):
+        yield
+
+
+def ctrl_c_after(step):
+    "Ctrl-C arrives at the end of that update."
+    return after_update(step, lambda: signal.raise_signal(signal.SIGINT))
 
 
 # --- exact resume -------------------------------------------------------------------------------------------------------------------------
