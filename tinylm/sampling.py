@@ -192,11 +192,13 @@ def next_token(
 
 def likeliest(logits, ids, *, repetition_penalty=1.0, **filters):
     "The id of the largest logit after the penalty, of equal ones the lowest: what every filter keeps, so none is asked."
-    check_logits(logits)
     if repetition_penalty != 1:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = penalize_repetition(wide, ids, repetition_penalty)
-    return logits.argmax(dim=-1)
+    largest, token = logits.max(dim=-1)  # of equal ones the first; NaN counts as the largest
+    if not all(map(math.isfinite, largest.tolist())):
+        check_logits(logits)  # says what is wrong
+    return token
 
 # %% ../nbs/07_sampling.ipynb #d872b21c
 def write_on(
@@ -280,6 +282,9 @@ def one_row_linear(
     light = twin(linear)
     if linear.out_features >= linear.in_features:
         vars(light)["weight"] = linear.weight.t().contiguous().t()  # (out, in)
+    if linear.bias is None:
+        matrix = light.weight.t()  # (in, out): F.linear would turn it round at every call
+        light.forward = lambda x: x @ matrix
     return light
 
 # %% ../nbs/07_sampling.ipynb #2c39c182
