@@ -3,6 +3,7 @@
 Most tests call `main` with the words of a command line in this process; signals, encodings and exit codes of a real one have processes of their own."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -25,7 +26,8 @@ import torch
 import typer
 from torch.nn import functional as F
 
-from tinylm import cli, sampling, training
+from tinylm import benchmark, cli, corpus, sampling, training
+from tinylm.benchmark import load_results
 from tinylm.corpus import KnownEntropyLanguage
 from tinylm.tokenizer import Tokenizer, train_tokenizer
 from tinylm.training import load_checkpoint, read_log, save_checkpoint
@@ -542,6 +544,7 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(cli, "N_STORIES", 600)
     monkeypatch.setattr(cli, "N_HELD_OUT", 40)
     monkeypatch.setattr(cli, "DEMO", {**cli.DEMO, "batch_size": 4})
+    monkeypatch.setattr(cli, "DEMO_TIMING", {**cli.DEMO_TIMING, "new_tokens": (3, 6)})
 
 
 def offline(*arguments, **options):
@@ -572,6 +575,11 @@ def test_demo_needs_nothing_and_prints_the_ladder_and_three_marked_stories(small
     marked = ended.out.split("it writes\n")[1].splitlines()[:3]
     assert [line[:4] in ("  ✓ ", "  ✗ ") for line in marked] == [True] * 3
     assert {"loss.png", "log.jsonl", "checkpoints"} <= {path.name for path in out.iterdir()}
+    timing = ended.out.split("how fast it writes\n")[1].split("\n\n")[0].splitlines()
+    assert len(timing) == 5
+    gate, head, *rows, foot = timing
+    assert float(re.search(r"tokens equal, largest difference of a logit (\S+)$", gate)[1]) < 1e-4
+    assert [row.split()[:3] for row in rows] == [["8", "+", "3"], ["8", "+", "6"]] and "of 3 rounds in turns" in foot
 
 
 def test_the_tables_count_training_tokens_and_are_scored_on_held_out_ones(tmp_path):
@@ -625,7 +633,8 @@ def test_demo_is_the_same_for_the_same_seed_and_replaces_only_a_demo(small_demo,
     out = tmp_path / "demo"
     one, again, other = (tinylm("demo", "--steps", 1, "--seed", seed, "--out", out) for seed in (7, 7, 8))
     assert one.code == again.code == other.code == 0
-    assert one.out == again.out != other.out
+    texts = [ended.out.split("how fast it writes")[0] for ended in (one, again, other)]
+    assert texts[0] == texts[1] != texts[2]
     (out / "diary.txt").write_text("dear", encoding="utf-8")
     assert "holds" in refused("demo", "--out", out)
     assert (out / "diary.txt").exists() and load_checkpoint(out).step == 1
@@ -640,18 +649,129 @@ def test_demo_stopped_by_ctrl_c_leaves_a_checkpoint_that_can_be_resumed(small_de
     assert ended.code == 0 and load_checkpoint(tmp_path / "demo").step == 3
 
 
+# --- books ------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def attic(tmp_path, monkeypatch):
+    "A folder with three books as published, which are all the books there are."
+    library = []
+    (tmp_path / "attic").mkdir()
+    for number, (slug, split) in enumerate({"kites": "train", "boats": "train", "clouds": "val"}.items(), 1):
+        raw = published(slug).encode()
+        (tmp_path / "attic" / f"{number}.txt").write_bytes(raw)
+        library.append(corpus.BOOKS[0]._replace(gutenberg_id=number, slug=slug, split=split, sha256=hashlib.sha256(raw).hexdigest()))
+    monkeypatch.setattr(corpus, "BOOKS", library)
+    return tmp_path / "attic"
+
+
+def published(slug):
+    return f"*** START OF THIS PROJECT GUTENBERG EBOOK {slug.upper()} ***\r\n\r\nOf {slug}, née “{slug}”.\r\n\r\n*** END OF THIS PROJECT GUTENBERG EBOOK ***\r\nLicence"
+
+
+def test_books_are_laid_out_for_train_and_eval(attic, tmp_path):
+    ended = tinylm("books", "--out", tmp_path / "books", "--raw-dir", attic)
+    found = {path.relative_to(tmp_path / "books").as_posix(): path.read_bytes() for path in (tmp_path / "books").rglob("*.txt")}
+    assert found == {f"{place}.txt": f"Of {Path(place).name}, née “{Path(place).name}”.\n".encode() for place in ("train/kites", "train/boats", "val/clouds")}
+    assert ended.code == 0 and [line.split(": ")[1] for line in ended.out.splitlines()] == [f"2 books, {sum(len(b) for n, b in found.items() if 'train' in n)} bytes", f"1 books, {len(found['val/clouds.txt'])} bytes"]
+    for split, names in (("train", ["boats", "kites"]), ("val", ["clouds"])):
+        files = cli.text_files([tmp_path / "books" / split])
+        assert [cli.read_document(file).encode() for file in files] == [found[f"{split}/{name}.txt"] for name in names]
+
+
+def test_books_are_all_there_or_none(attic, tmp_path):
+    (attic / "3.txt").write_bytes(b"another book")
+    assert "3.txt" in refused("books", "--out", tmp_path / "books", "--raw-dir", attic)
+    assert not (tmp_path / "books").exists()
+
+
+def test_books_go_to_an_empty_place_only(attic, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "novel.txt").write_text("It was")
+    assert "novel.txt" in refused("books", "--out", tmp_path / "mine", "--raw-dir", attic)
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_tiny(monkeypatch):
+    monkeypatch.setattr(cli, "SETUPS", {**cli.SETUPS, "tiny": dict(prompt_lengths=3, new_tokens=(2, 4), careless=True)})
+    yield
+    torch.set_num_threads(1)
+
+
+def test_bench_prints_gate_and_table_and_keeps_every_duration(short_tiny, tmp_path):
+    out = tmp_path / "new" / "bench"
+    ended = tinylm("bench", "--preset", "tiny", "--device", "cpu", "--threads", 2, "--repeats", 3, "--out", out)
+    assert ended.code == 0 and "32/32" in ended.err, ended  # 2 lengths, 4 ways, 1 + 3 rounds
+    first, gate, head, *rows, careless, foot, last = ended.out.splitlines()
+    parameters = TransformerLM(ModelConfig.preset("tiny")).num_parameters()
+    assert first == f"tiny: {parameters:,} parameters on cpu, 2 threads"
+    assert float(re.search(r"tokens equal, largest difference of a logit (\S+)$", gate)[1]) < 1e-5
+    assert [row.split()[:3] for row in rows] == [["3", "+", "2"], ["3", "+", "4"]] and "of 3 rounds in turns, 1 before them apart" in foot
+    assert re.fullmatch(r"times faster than a loop that makes all logits: [\d.]+, [\d.]+", careless)
+    report, results = load_results(out)
+    assert last.endswith(str(out / "bench.json")) and (out / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert report["name"] == "tiny" and report["machine"]["threads"] == 2 and report["machine"]["dtype"] == "torch.float32"
+    for result in results:
+        for samples in (result.uncached, result.cached, result.prefill, result.careless):
+            assert samples.n == 3 and len(samples.warmup) == 1 and min(samples.values) > 0
+
+
+def test_bench_of_a_run_measures_its_weights_inside_its_context(run, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "benchmark_generation", lambda model, **setup: seen.append(model) or benchmark.benchmark_generation(model, **setup))
+    ended = tinylm("bench", "--run", run, "--device", "cpu", "--repeats", 1)
+    assert ended.code == 0 and ended.out.startswith("run: ") and ended.out.count("…") == 4 * 3 + 1
+    rows = re.findall(r"^ *(\d+) \+ (\d+) ", ended.out, re.M)
+    assert [tuple(map(int, row)) for row in rows] == [(2, 8), (2, 16), (2, 30)]  # of a context of 32
+    expected = load_checkpoint(run).model.state_dict()
+    assert all(tensor.equal(expected[name]) for name, tensor in seen[0].state_dict().items())
+
+
+def test_bench_without_words_takes_reference_as_published(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "timed", lambda model, setup, repeats: asked.append((model, setup, repeats)) or [])
+    monkeypatch.setattr(cli, "results_table", lambda results: "a table")
+    assert tinylm("bench", "--device", "cpu").code == 0
+    ((model, setup, repeats),) = asked
+    assert model.config == ModelConfig.preset("reference", backend="fused") and repeats == 9 and not model.training
+    assert setup == dict(prompt_lengths=8, new_tokens=(128, 256))
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [("--preset huge", "'huge' is none of"), ("--preset tiny --run {run}", "--preset and --run"), ("--run nowhere", "there is no such folder"),
+     ("--preset tiny --device tpu", "'tpu' is not here"), ("--preset tiny --out {file}", "File exists")],
+)
+def test_bench_refuses_before_it_measures(words, said, run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cli, "benchmark_generation", lambda *arguments, **options: pytest.fail("measured"))
+    assert said in refused("bench", *words.format(run=run, file=tmp_path / "file").split())
+
+
+def test_bench_does_not_time_a_cache_that_lies(short_tiny, monkeypatch):
+    def lies(self, ids, *, cache=None, forward=TransformerLM.forward, **options):
+        return forward(self, ids, cache=cache, **options) + (1e-3 if cache is not None else 0.0)
+
+    monkeypatch.setattr(TransformerLM, "forward", lies)
+    monkeypatch.setattr(cli, "results_table", lambda results: pytest.fail("timed"))
+    with pytest.raises(benchmark.CacheMismatch, match="nothing is timed"), contextlib.redirect_stderr(io.StringIO()):
+        cli.main(["bench", "--preset", "tiny", "--device", "cpu"])
+
+
 # --- the door ---------------------------------------------------------------------------------------------------------------------------
 
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
-def test_there_are_four_commands_and_help_names_them():
-    assert set(COMMANDS) == {"demo", "train", "eval", "sample"}
+def test_there_are_six_commands_and_help_names_them():
+    assert set(COMMANDS) == {"demo", "train", "books", "eval", "sample", "bench"}
     ended = tinylm("--help")
     assert ended.code == 0 and all(re.search(rf"^  {name}  +\S", ended.out, re.M) for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["demo", "train", "eval", "sample"])
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_explains_every_option(name):
     ended = tinylm(name, "--help")
     assert ended.code == 0 and "Usage: tinylm" in ended.out
@@ -661,7 +781,7 @@ def test_help_explains_every_option(name):
             assert option.opts[0] in ended.out
 
 
-@pytest.mark.parametrize("line", ["fly", "train", "demo --stepz 3", "demo --steps 0", "demo --steps many", "sample", "train --out x --vocab-size 256", "eval --run x", "demo --seed -1"])
+@pytest.mark.parametrize("line", ["fly", "train", "demo --stepz 3", "demo --steps 0", "demo --steps many", "sample", "train --out x --vocab-size 256", "eval --run x", "demo --seed -1", "bench --repeats 0", "bench --threads 0"])
 def test_a_line_that_cannot_be_understood_ends_with_code_2(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = tinylm(*line.split())

@@ -1187,7 +1187,7 @@ def test_evaluations_along_the_way_take_the_first_tokens_only(tmp_path, monkeypa
     seen, real = [], training.evaluate
     monkeypatch.setattr(training, "evaluate", lambda model, ids, **options: seen.append((len(ids), options)) or real(model, ids, **options))
     train(build(), random_ids(40), random_ids(30), settings_of(steps=4, eval_every=2, eval_tokens=10), out_dir=tmp_path, n_bytes=60, progress=False)
-    assert seen == [(10, {}), (30, dict(n_bytes=60))]
+    assert seen == [(10, dict(processes=training.ONE)), (30, dict(n_bytes=60, processes=training.ONE))]
 
 
 def test_a_run_leaves_what_it_promises(finished):
