@@ -781,6 +781,13 @@ def test_help_explains_every_option(name):
             assert option.opts[0] in ended.out
 
 
+def test_torchrun_is_for_train_alone(tmp_path, monkeypatch, run):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for line in (["demo", "--out", tmp_path / "demo"], ["eval", "--run", run, "--text", tmp_path], ["sample", "--run", run], ["bench"], ["books", "--out", tmp_path / "books"]):
+        assert "only train" in refused(*line)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("line", ["fly", "train", "demo --stepz 3", "demo --steps 0", "demo --steps many", "sample", "train --out x --vocab-size 256", "eval --run x", "demo --seed -1", "bench --repeats 0", "bench --threads 0"])
 def test_a_line_that_cannot_be_understood_ends_with_code_2(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

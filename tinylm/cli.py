@@ -43,8 +43,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 @app.callback()
-def tinylm():
+def tinylm(context: typer.Context):
     "A decoder-only transformer language model written by hand, taught in ordered notebooks."
+    if context.invoked_subcommand != "train" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("of all commands only train is made for several processes (chapter 11): leave out torchrun")
 
 # %% ../nbs/13_command_line.ipynb #3946c180
 class UserError(Exception):

@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['check_logits', 'filter_top_k', 'widen', 'filter_top_p', 'filter_min_p', 'penalize_repetition', 'check_said',
-           'token_probabilities', 'next_logits', 'draw', 'next_token', 'likeliest', 'write_on', 'left_pad',
-           'evaluation_mode', 'direct', 'twin', 'one_row_linear', 'one_row_rms_norm', 'decoding_twin', 'check_prompts',
-           'check_lengths', 'token_ids', 'row_ends', 'check_generators', 'ready_cache', 'generate']
+           'token_probabilities', 'next_logits', 'draw', 'next_token', 'likeliest', 'write_on', 'left_pad', 'direct',
+           'twin', 'one_row_linear', 'one_row_rms_norm', 'decoding_twin', 'check_prompts', 'check_lengths', 'token_ids',
+           'row_ends', 'check_generators', 'ready_cache', 'generate']
 
 # %% ../nbs/07_sampling.ipynb #7e21c36d
 import functools
 import math
 import operator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from .attention import check_count
 from .kv_cache import KVCache
 from .layers import RMSNorm
+from .training import evaluation_mode
 from .transformer import check_number
 
 # %% ../nbs/07_sampling.ipynb #212f9ca1
@@ -242,20 +242,6 @@ def left_pad(
     ids = torch.stack([torch.cat((prompt[:1].expand(P - len(prompt)), prompt)).to(device) for prompt in prompts])
     pads = torch.tensor([P - len(prompt) for prompt in prompts], device=device)
     return ids, torch.arange(P, device=device) >= pads[:, None]
-
-# %% ../nbs/07_sampling.ipynb #65c0671d
-@contextmanager
-def evaluation_mode(
-    model,  # any module
-):
-    "No dropout inside the `with`; afterwards, and after an exception, every part is back in the mode it was found in."
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 # %% ../nbs/07_sampling.ipynb #3295ca0a
 @functools.cache

@@ -446,14 +446,17 @@ class Evaluation(NamedTuple):
 
 # %% ../nbs/06_training.ipynb #b5dda3dd
 @contextmanager
-def evaluation_mode(model):
-    "No dropout inside; afterwards the model is in the mode it was found in, also after an error."
-    was_training = model.training
+def evaluation_mode(
+    model,  # any module
+):
+    "No dropout inside the `with`; afterwards, and after an exception, every part is back in the mode it was found in."
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def stack_rows(
