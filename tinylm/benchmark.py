@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from .attention import check_count
 from .kv_cache import cache_error
-from .sampling import evaluation_mode, generate
-from .training import write_json
+from .sampling import generate
+from .training import evaluation_mode, write_json
 from .transformer import ModelConfig, TransformerLM
 
 # %% ../nbs/09_kv_cache_benchmark.ipynb #f6a80cd7
