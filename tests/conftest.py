@@ -1,5 +1,6 @@
 """One thread per test worker, the same examples in every run, and the optional folder of local data."""
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell: the tests of Ctrl-C need to hear it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("tinylm", derandomize=True, deadline=None)
 settings.load_profile("tinylm")
 

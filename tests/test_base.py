@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tinylm.cli import each_document
 from tinylm.corpus import gutenberg
 from tinylm.kv_cache import cache_error
 from tinylm.training import evaluate, load_checkpoint, read_log, token_stream
@@ -56,8 +55,8 @@ def test_the_cache_writes_what_the_model_writes(shipped):
 
 def test_the_score_is_measured_again(shipped, evaluation, local_data):
     texts = list(gutenberg("val", raw_dir=local_data / "gutenberg_raw").values())
-    stream = np.array([id for piece in token_stream(shipped.tokenizer, texts) for id in piece])
+    streams = [np.concatenate(list(token_stream(shipped.tokenizer, [text]))) for text in texts]
     n_bytes = sum(len(text.encode()) for text in texts)
-    again = evaluate(shipped.model, each_document(stream, shipped.tokenizer.eot_id), n_bytes=n_bytes)
+    again = evaluate(shipped.model, streams, n_bytes=n_bytes)
     assert n_bytes == evaluation["held_out"]["n_bytes"] and again.n_tokens == evaluation["held_out"]["n_tokens"]
     assert again.bits_per_byte == pytest.approx(evaluation["held_out"]["bits_per_byte"], abs=1e-4)

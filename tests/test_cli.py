@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -24,11 +25,13 @@ import numpy as np
 import pytest
 import torch
 import typer
+from safetensors import SafetensorError
 from torch.nn import functional as F
 
 from tinylm import benchmark, cli, corpus, sampling, training
 from tinylm.benchmark import load_results
 from tinylm.corpus import KnownEntropyLanguage
+from tinylm.distributed import own_device
 from tinylm.tokenizer import Tokenizer, train_tokenizer
 from tinylm.training import load_checkpoint, read_log, save_checkpoint
 from tinylm.transformer import ModelConfig, TransformerLM
@@ -109,11 +112,13 @@ def finger(step, times=1):
         ("é é ".encode() + b"\xff", "is not UTF-8 text: byte 6 is 0xff"),
         (b"PK\x03\x04\0\0" * 5, "is not text: byte 4 is 0x00"),
         ("é\0".encode(), "is not text: byte 2 is 0x00"),
+        (b"\xef\xbb\xbfab\xff and more", "is not UTF-8 text: byte 5 is 0xff"),
+        (b"\xef\xbb\xbf\r", "holds no text"),
         (b"", "holds no text"),
         (b" \r\n\t", "holds no text"),
         (None, "No such file"),
     ],
-    ids=["latin-1", "bytes-not-characters", "binary", "zero-byte", "empty", "blank", "missing"],
+    ids=["latin-1", "bytes-not-characters", "binary", "zero-byte", "behind-a-mark", "mark-alone", "empty", "blank", "missing"],
 )
 def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path, content, said):
     path = tmp_path / "input.txt"
@@ -124,9 +129,10 @@ def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path, content, said):
     assert not (tmp_path / "run").exists()
 
 
-def test_text_comes_without_mark_and_with_plain_line_ends(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffKäse\r\nund \ufeffBrot\n".encode())
-    assert cli.read_document(tmp_path / "a.txt") == "Käse\nund \ufeffBrot\n"
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_text_comes_without_mark_and_with_plain_line_ends(tmp_path, end):
+    (tmp_path / "a.txt").write_bytes(f"\ufeffKäse{end}{end}und \ufeffBrot{end}".encode())
+    assert cli.read_document(tmp_path / "a.txt") == "Käse\n\nund \ufeffBrot\n"
 
 
 LICENCE = "This eBook is for the use of anyone anywhere.\r\n"
@@ -135,10 +141,17 @@ OPENINGS = ["*** START OF THE PROJECT GUTENBERG EBOOK BREAD ***", "***START OF T
 
 
 @pytest.mark.parametrize("opening", OPENINGS)
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_of_a_gutenberg_file_only_the_book_is_read(tmp_path, opening, encoding):
-    (tmp_path / "b.txt").write_bytes(f"{LICENCE}{opening}\r\n\r\n{BOOK}\r\n\r\nEnd of the Project Gutenberg EBook\r\n{LICENCE}".encode(encoding))
+@pytest.mark.parametrize("encoding, end", [("utf-8", "\r\n"), ("latin-1", "\r\n"), ("utf-8", "\r")], ids=["utf-8", "latin-1", "old-mac"])
+def test_of_a_gutenberg_file_only_the_book_is_read(tmp_path, opening, encoding, end):
+    text = f"{LICENCE}{opening}\r\n\r\n{BOOK}\r\n\r\nEnd of the Project Gutenberg EBook\r\n{LICENCE}".replace("\r\n", end)
+    (tmp_path / "b.txt").write_bytes(text.encode(encoding))
     assert cli.read_document(tmp_path / "b.txt") == "Käse und Brot,\nsagte sie.\n"
+
+
+def test_a_gutenberg_file_without_a_book_holds_no_text(tmp_path):
+    (tmp_path / "shell.txt").write_bytes(f"{LICENCE}{OPENINGS[0]}\r\n\r\n*** END OF THE PROJECT GUTENBERG EBOOK BREAD ***\r\n{LICENCE}".encode())
+    with pytest.raises(cli.UserError, match=r"shell\.txt holds no text"):
+        cli.read_document(tmp_path / "shell.txt")
 
 
 @pytest.mark.parametrize("text", [f"{LICENCE}{OPENINGS[0]}\n{BOOK}", f"{BOOK}\n*** END OF THE PROJECT GUTENBERG EBOOK BREAD ***\n{LICENCE}"])
@@ -156,6 +169,7 @@ def test_a_text_that_speaks_of_project_gutenberg_is_a_text(tmp_path):
 
 def test_a_folder_stands_for_its_txt_files_each_once(tmp_path):
     (tmp_path / "inner").mkdir()
+    (tmp_path / "folder.txt").mkdir()  # no file, whatever its name says
     for name in ("b.txt", "a.txt", "notes.md", "inner/c.txt"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     assert [file.name for file in cli.text_files([tmp_path])] == ["a.txt", "b.txt", "c.txt"]
@@ -291,11 +305,28 @@ def test_a_stream_is_cut_into_documents_at_their_ends():
     assert [document.tolist() for document in cli.each_document(stream, 0)] == [[0, 5, 6, 0], [0, 0], [0, 7, 0]]
 
 
-def test_the_line_to_go_on_quotes_a_folder_with_a_blank(stories, tmp_path):
-    out = tmp_path / "my run"
+@pytest.mark.skipif(os.name == "nt", reason="asks a POSIX shell")
+@pytest.mark.parametrize("name", ["run", "my run", "it's", 'a"b', "a&b", "(x)", "$HOME", "", "~"])
+def test_a_path_can_be_pasted_into_a_terminal(name):
+    command = f"printf %s {cli.pasteable(name, windows=False)}"
+    assert subprocess.run(["sh", "-c", command], capture_output=True, encoding="utf-8").stdout == name
+
+
+@pytest.mark.parametrize("path, pasted", [(r"C:\runs\größe-1", r"C:\runs\größe-1"), (r"D:\my run", r'"D:\my run"'), ("a&b", '"a&b"'), ("it's", '"it\'s"'), ("(x)", '"(x)"')])
+def test_a_path_can_be_pasted_on_windows(path, pasted):
+    assert cli.pasteable(path, windows=True) == pasted
+
+
+@pytest.mark.skipif(os.name == "nt", reason="quotes of a POSIX shell")
+def test_the_lines_to_type_next_quote_the_folder(stories, tmp_path):
+    out = tmp_path / "it's $5 & more"
     with finger(2):
         ended = tinylm("train", "--text", stories, *SMALL, "--steps", 3, "--out", out)
-    assert ended.code == 130 and f'tinylm train --out "{out}" --resume' in ended.err
+    assert ended.code == 130
+    words = shlex.split(ended.err.splitlines()[-1].rpartition("to go on: ")[2])
+    assert words == ["tinylm", "train", "--out", str(out), "--resume"] and tinylm(*words[1:]).code == 0
+    ended = tinylm("train", "--text", stories, *SMALL, "--steps", 1, "--out", tmp_path / "a b")
+    assert shlex.split(ended.out.splitlines()[-1].rpartition("let it write: ")[2]) == ["tinylm", "sample", "--run", str(tmp_path / "a b")]
 
 
 @pytest.mark.parametrize("step", [1, 4, 6])
@@ -351,6 +382,31 @@ def test_resume_takes_more_updates_but_not_fewer_than_made(run, tmp_path):
     assert [line["step"] for line in read_log(out) if "loss" in line] == list(range(1, 9))
 
 
+def test_more_updates_are_not_forgotten_when_stopped_before_the_first(run, tmp_path, monkeypatch):
+    out = shutil.copytree(run, tmp_path / "run")
+
+    @contextlib.contextmanager
+    def pressed_at_once():
+        yield [signal.SIGINT]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "first_interrupt_waits", pressed_at_once)
+        ended = tinylm("train", "--out", out, "--resume", "--steps", 8)
+    assert ended.code == 130 and load_checkpoint(out).step == 6
+    ended = tinylm("train", "--out", out, "--resume")
+    assert "going on after 6 of 8 updates" in ended.out and load_checkpoint(out).step == 8
+
+
+def test_a_run_of_train_in_python_is_not_for_resume_here(run, tmp_path):
+    whole, ids = load_checkpoint(run), torch.arange(40)
+    config = training.TrainConfig(1, 2, 8, 1e-3)
+    for name, tokenizer in (("mute", None), ("speaking", whole.tokenizer)):
+        training.train(whole.model, ids, None, config, out_dir=tmp_path / name, tokenizer=tokenizer, progress=False)
+        assert f"{tmp_path / name} was not made by `tinylm train`" in refused("train", "--out", tmp_path / name, "--resume")
+    shutil.copytree(run / "tokens", tmp_path / "mute" / "tokens")
+    assert "was not made by `tinylm train`" in refused("train", "--out", tmp_path / "mute", "--resume")
+
+
 def test_a_run_that_stands_is_never_overwritten(run, stories, small_demo):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert "holds a run already" in refused("train", "--text", stories, *SMALL, "--steps", 1, "--out", run)
@@ -378,7 +434,7 @@ def test_a_place_that_cannot_be_written_is_one_line(command, stories):
     "options, said",
     [
         ("--preset huge", "preset 'huge' is none of tiny, reference"),
-        ("--optimizer sgd", "optimizer='sgd' must be one of adamw, muon"),
+        ("--optimizer sgd", "optimizer='sgd' must be one of adamw, muon, normuon"),
         ("--precision fp8", "precision='fp8' must be one of"),
         ("--lr 0", "lr=0.0 must be positive"),
         ("--lr nan", "lr=nan must be positive"),
@@ -391,6 +447,15 @@ def test_a_bad_option_is_refused_before_any_text_is_read(options, said, tmp_path
     text = ["--text", tmp_path / "x.txt"] if options else []
     assert said in refused("train", *text, "--out", tmp_path / "run", *options.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_one_line(stories, tmp_path, monkeypatch):
+    def full(tensors, path, *rest, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(training, "save_file", full)
+    ended = tinylm("train", "--text", stories, *SMALL, "--steps", 1, "--out", tmp_path / "run")
+    assert ended.code == 2 and re.fullmatch(r"tinylm: .*No space left on device.*\n", ended.err), ended
 
 
 def test_a_text_shorter_than_a_window_is_refused(tmp_path):
@@ -781,11 +846,42 @@ def test_help_explains_every_option(name):
             assert option.opts[0] in ended.out
 
 
+def test_help_names_every_optimizer():
+    options = {option.name: option.help for option in COMMANDS["train"].params}
+    assert re.findall(r"\w+", options["optimizer"]) == list(training.OPTIMIZERS)
+    assert options["muon_lr"] == "Peak learning rate of Muon and NorMuon."
+
+
+@pytest.mark.parametrize("text, said", [("\n\n  what is wrong\nand why", "what is wrong"), ("one\n", "one"), ("", "ValueError"), (" \n", "ValueError")])
+def test_of_an_error_its_first_words_are_said(text, said, monkeypatch, run):
+    def fails(*arguments, **options):
+        raise ValueError(text)
+
+    monkeypatch.setattr(cli, "load_checkpoint", fails)
+    assert refused("sample", "--run", run) == f"tinylm: {said}\n"
+
+
 def test_torchrun_is_for_train_alone(tmp_path, monkeypatch, run):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for line in (["demo", "--out", tmp_path / "demo"], ["eval", "--run", run, "--text", tmp_path], ["sample", "--run", run], ["bench"], ["books", "--out", tmp_path / "books"]):
         assert "only train" in refused(*line)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_process_meets_the_others_on_its_own_card(stories, tmp_path, monkeypatch):
+    asked = []
+
+    def joined(device, timeout):
+        asked.append(own_device(device))  # as `join` does
+        raise cli.UserError("as far as this")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cli, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(cli, "join", joined)
+    assert "as far as this" in refused("train", "--out", tmp_path / "run", "--text", stories)
+    assert asked == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("line", ["fly", "train", "demo --stepz 3", "demo --steps 0", "demo --steps many", "sample", "train --out x --vocab-size 256", "eval --run x", "demo --seed -1", "bench --repeats 0", "bench --threads 0"])

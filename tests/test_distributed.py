@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -189,6 +190,8 @@ def spy(written):
             written.add(str(arguments[0]))
         if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             written.add(str(arguments[0]))
+        if event == "os.rename":
+            written.add(str(arguments[1]))
     sys.addaudithook(note)
 
 
@@ -433,6 +436,32 @@ def test_a_process_that_does_not_answer_is_given_up():
     assert type(answers[0]) is LostProcess and "not answered for 2 s" in str(answers[0]) and seconds < 30
 
 
+def too_few(rank):
+    "One process of two; the other is never started."
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the first process opens the place to meet
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), MASTER_PORT=str(free_port()))
+    with join(timeout=2):
+        pass
+
+
+def one_stays_away():
+    if os.environ["RANK"] == "0":
+        with join(timeout=2):
+            pass
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+@pytest.mark.parametrize("world, task, arguments, rank", [(1, too_few, (0,), 0), (1, too_few, (1,), 1), (2, one_stays_away, (), 0)], ids=["no-second", "no-first", "torchrun"])
+def test_a_process_that_waits_in_vain_at_the_start_says_so(world, task, arguments, rank):
+    (error, *_), seconds = team(world, task, *arguments)
+    assert type(error) is LostProcess and f"process {rank} ends" in str(error) and "not answered for 2 s" in str(error) and seconds < 30
+
+
 def bug():
     with join(timeout=30):
         raise RuntimeError("a bug of this program")
@@ -491,9 +520,10 @@ def sharded(tied):
     with join(timeout=30) as processes:
         model = shard(build(n_layers=2, tie_embeddings=tied).double())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for batch in micro_batches("ignored"):
+        first, second = micro_batches("ignored")
+        for batches in ([first], [second], [first, second]):
             optimizer.zero_grad()
-            accumulate_gradients(lambda x, y, n: next_token_loss(model(x), y, denominator=n), [batch], processes=processes)
+            accumulate_gradients(lambda x, y, n: next_token_loss(model(x), y, denominator=n), batches, processes=processes)
             optimizer.step()
         parameters, moments = list(model.parameters()), [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         gradient = flat(p.grad.full_tensor() for p in parameters)
@@ -504,7 +534,8 @@ def sharded(tied):
 def test_a_model_in_pieces_makes_the_steps_of_one_that_is_whole(tied):
     model = build(n_layers=2, tie_embeddings=tied).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for x, y in micro_batches("ignored"):
+    first, second = micro_batches("ignored")
+    for x, y in (first, second, tuple(map(torch.cat, zip(first, second)))):
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORE).backward()
         optimizer.step()
@@ -515,6 +546,16 @@ def test_a_model_in_pieces_makes_the_steps_of_one_that_is_whole(tied):
         torch.testing.assert_close(weights, flat(model.parameters()), atol=1e-10, rtol=0)
         assert all(0.4 * size < part < 0.6 * size for part, size in zip(held, (whole, whole, 2 * whole)))
     assert [sum(parts) for parts in zip(*(held for held, _, _ in answers))] == [whole, whole, 2 * whole]
+
+
+def trained_in_pieces(out):
+    with join(timeout=30) as processes:
+        train(shard(build()), IDS, None, CONFIG, out_dir=out, progress=False, processes=processes)
+
+
+def test_a_model_in_pieces_is_refused_by_train_before_anything_is_written(tmp_path):
+    answers, _ = team(2, trained_in_pieces, tmp_path / "run")
+    assert all(type(error) is ValueError and "model is in pieces" in str(error) for error in answers) and not (tmp_path / "run").exists()
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ def test_the_second_example_of_the_readme_writes_with_the_model_of_the_demo(tmp_
     assert len(capsys.readouterr().out) > 1
 
 
+def test_who_only_writes_does_not_load_what_trains_and_draws():
+    result = run(sys.executable, "-c", "import sys; from tinylm import generate; print({'tinylm.training', 'matplotlib', 'safetensors'} & set(sys.modules))")
+    assert result.returncode == 0 and result.stdout.strip() == "set()", result.stdout + result.stderr
+
+
 def test_the_version_is_the_one_in_settings():
     from importlib.metadata import version
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import tinylm
@@ -114,6 +115,7 @@ def ctrl_c_after(step):
 KINDS = {
     "adamw": dict(),
     "muon": dict(optimizer="muon"),
+    "normuon-held": dict(optimizer="normuon", hold_steps=3),
     "no-accumulation": dict(grad_accumulation=1, clip_norm=0),
     "bf16": dict(precision="bf16"),
     "fp16-muon": dict(precision="fp16", optimizer="muon"),
@@ -226,7 +228,7 @@ def test_what_was_logged_after_the_checkpoint_is_forgotten_also_half_a_line(tmp_
 
 OTHER = dict(batch_size=3, context_length=7, lr=0.02, min_lr=0.001, warmup_steps=1, grad_accumulation=1, weight_decay=0.2, betas=(0.9, 0.99),
              clip_norm=2.0, optimizer="muon", muon_lr=0.03, precision="bf16", seed=1)
-FREE = dict(steps=9, compile=False, eval_every=3, eval_tokens=None, checkpoint_every=2, keep_checkpoints=5)
+FREE = dict(steps=9, hold_steps=3, compile=False, eval_every=3, eval_tokens=None, checkpoint_every=2, keep_checkpoints=5)
 
 
 def test_these_are_all_fields():
@@ -271,6 +273,41 @@ def test_another_model_is_refused_by_the_name_of_its_field(copy, fields):
 @pytest.mark.parametrize("name, value", FREE.items(), ids=FREE.keys())
 def test_how_long_and_how_often_may_change(copy, name, value):
     assert go(copy, replace(CONFIG, **{name: value}), another_process(), resume=True).step == (9 if name == "steps" else 8)
+
+
+def test_the_latest_plan_is_written_down_and_one_that_lies_in_the_past_is_refused(copy):
+    def planned():
+        return json.loads((copy / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
+
+    assert planned() == CONFIG.steps
+    go(copy, replace(CONFIG, steps=11), another_process(), resume=True)
+    assert planned() == load_checkpoint(copy).train_config.steps == 11
+    with pytest.raises(ValueError, match="steps=10, but the run has made 11 updates already"):
+        go(copy, replace(CONFIG, steps=10), another_process(), resume=True)
+    assert planned() == 11
+
+
+def test_a_log_whose_last_line_was_cut_can_be_read_and_drawn(copy):
+    whole = read_log(copy)
+    with open(copy / "log.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 9, "lo')
+    assert read_log(copy) == whole
+    training.plot_log(copy)
+
+
+def test_a_folder_may_have_dollars_in_its_name(tmp_path):
+    go(tmp_path / "run$_$x", replace(CONFIG, steps=1))
+    training.plot_log(tmp_path / "run$_$x")
+
+
+def test_a_job_in_the_background_does_not_hear_ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with training.first_interrupt_waits() as asked:
+            signal.raise_signal(signal.SIGINT)
+        assert asked == [] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_weights_alone_can_be_loaded_not_resumed(tmp_path):
@@ -408,6 +445,33 @@ def test_ckpt_3_an_interrupted_save_leaves_the_old_checkpoint_and_nothing_else(t
     assert loaded.step == 1 and torch.equal(loaded.model.embedding.weight, old.embedding.weight)
     save_checkpoint(tmp_path / "c", new, step=2)
     assert load_checkpoint(tmp_path / "c").step == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(training, "save_file", full)
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: .*No space left"):
+        save_checkpoint(tmp_path / "c", build())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ckpt_3_when_the_new_folder_cannot_take_its_place_the_old_one_comes_back(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "c", build(), step=1)
+    real, calls = os.replace, []
+
+    def locked(old, new):
+        calls.append(new)
+        if len(calls) == 2:
+            raise PermissionError("another program has a file open")
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", locked)
+        with pytest.raises(PermissionError):
+            save_checkpoint(tmp_path / "c", build(), step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"] and load_checkpoint(tmp_path / "c").step == 1
 
 
 def test_ckpt_3_what_a_kill_left_is_never_picked_up_and_goes_with_the_next_save(copy):

@@ -26,7 +26,9 @@ from tinylm.tokenizer import Tokenizer, train_tokenizer
 from tinylm.training import (
     IGNORE,
     MAX_SKIPPED,
+    OPTIMIZERS,
     Muon,
+    NorMuon,
     Optimizer,
     Run,
     TrainConfig,
@@ -310,13 +312,13 @@ def test_a_configuration_is_frozen_and_survives_json():
 def test_fields_and_defaults():
     config = TrainConfig(3, 2, 8, 1e-3)
     assert dataclasses.asdict(config) == dict(
-        steps=3, batch_size=2, context_length=8, lr=1e-3, min_lr=0.0, warmup_steps=0, grad_accumulation=1, weight_decay=0.1, betas=(0.9, 0.95),
+        steps=3, batch_size=2, context_length=8, lr=1e-3, min_lr=0.0, warmup_steps=0, hold_steps=0, grad_accumulation=1, weight_decay=0.1, betas=(0.9, 0.95),
         clip_norm=1.0, optimizer="adamw", muon_lr=0.02, precision="fp32", compile=False, seed=0, eval_every=0, eval_tokens=None,
         checkpoint_every=0, keep_checkpoints=2)
 
 
 COUNTS = {"steps": 1, "batch_size": 1, "context_length": 1, "grad_accumulation": 1, "keep_checkpoints": 1,
-          "warmup_steps": 0, "seed": 0, "eval_every": 0, "checkpoint_every": 0, "eval_tokens": 2}
+          "warmup_steps": 0, "hold_steps": 0, "seed": 0, "eval_every": 0, "checkpoint_every": 0, "eval_tokens": 2}
 WRONG = [
     *[(name, value, TypeError) for name in COUNTS for value in (2.0, "2", True)],
     *[(name, least - 1, ValueError) for name, least in COUNTS.items()],
@@ -380,6 +382,20 @@ def test_a_warm_up_as_long_as_the_run_or_longer():
     assert [lr_at(step, settings_of(steps=3, lr=1.0, warmup_steps=9)) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
 
 
+def test_the_peak_is_held_and_two_plans_with_different_ends_agree_until_the_first_goes_down():
+    short, long = (settings_of(steps=steps, lr=1.0, min_lr=0.2, warmup_steps=3, hold_steps=hold) for steps, hold in ((12, 5), (20, 9)))
+    expected = [0.25, 0.5, 0.75] + [1.0] * 6 + [0.2 + 0.4 * (1 + math.cos(math.pi * r / 4)) for r in (1, 2, 3)] + [0.2] * 3
+    assert [lr_at(step, short) for step in range(15)] == pytest.approx(expected, rel=1e-12)
+    assert [step for step in range(20) if lr_at(step, short) == lr_at(step, long)] == list(range(9))
+
+
+def test_a_hold_that_leaves_no_way_down_is_refused():
+    config = settings_of(steps=4, lr=1.0, warmup_steps=1, hold_steps=2)
+    assert [lr_at(step, config) for step in range(6)] == [0.5, 1, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="hold_steps=3 after 1 of warm-up reaches the end, steps=4"):
+        settings_of(steps=4, warmup_steps=1, hold_steps=3)
+
+
 # --- optimiser ----------------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -390,7 +406,7 @@ MODELS = {
     "sinusoidal-untied": dict(position="sinusoidal", tie_embeddings=False),
 }
 all_models = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS.keys())
-both = pytest.mark.parametrize("kind", ["adamw", "muon"])
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def give_gradients(model, seed=0, scale=1.0):
@@ -399,7 +415,7 @@ def give_gradients(model, seed=0, scale=1.0):
 
 
 @all_models
-@both
+@every_optimizer
 def test_every_parameter_is_in_exactly_one_group_and_a_tied_matrix_is_there_once(kind, fields):
     model = build(**fields)
     optimizer = Optimizer(model, settings_of(optimizer=kind))
@@ -409,7 +425,7 @@ def test_every_parameter_is_in_exactly_one_group_and_a_tied_matrix_is_there_once
 
 
 @all_models
-@both
+@every_optimizer
 def test_opt_5_weight_decay_reaches_matrices_and_tables_never_gains_and_biases(kind, fields):
     model = build(**fields)
     with torch.no_grad():
@@ -424,13 +440,13 @@ def test_opt_5_weight_decay_reaches_matrices_and_tables_never_gains_and_biases(k
         torch.testing.assert_close(p, torch.full_like(p, expected), atol=1e-7 if p.ndim >= 2 else 0, rtol=0, msg=name)
 
 
-@both
+@every_optimizer
 def test_which_parameters_muon_takes(kind):
     model = build(position="learned", tie_embeddings=False, bias=True, ffn="gelu")
     optimizer = Optimizer(model, settings_of(optimizer=kind))
     taken = {name for member in optimizer.members if isinstance(member, Muon) for group in member.param_groups for name in group["param_names"]}
     inside = {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("attention.qkv_proj", "attention.out_proj", "ffn.up_proj", "ffn.down_proj")}
-    assert taken == (inside if kind == "muon" else set())
+    assert taken == (set() if kind == "adamw" else inside)
 
 
 @pytest.mark.parametrize("gradient", [1e-3, 1.0, -1e3])
@@ -488,7 +504,7 @@ def test_adamw_equals_torchs_own_over_two_groups():
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0, msg=name)
 
 
-@both
+@every_optimizer
 def test_set_rate_takes_a_share_of_each_peak(kind):
     optimizer = Optimizer(build(), settings_of(optimizer=kind, lr=0.01, muon_lr=0.5))
     peaks = [0.01, 0.01, 0.5][: len(optimizer.groups)]
@@ -608,6 +624,65 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert torch.equal(w, torch.ones(3, 4))
 
 
+def paper_normuon(shape_of_parts, gradients, lr, weight_decay):
+    "Li et al. 2025 in float64, one matrix after the other, from weights of 1."
+    ends = []
+    for part in range(len(shape_of_parts)):
+        w, mean, squares = torch.ones(shape_of_parts[part], dtype=torch.float64), 0.0, 0.0
+        for gradient in gradients:
+            g = gradient.split([rows for rows, _ in shape_of_parts])[part]
+            mean = 0.95 * mean + 0.05 * g
+            o = orthogonal(0.05 * g + 0.95 * mean)
+            squares = 0.95 * squares + 0.05 * (o**2).mean(dim=1)
+            even = o / squares.sqrt()[:, None]
+            w = w - lr * weight_decay * w - lr * 0.2 * even * math.sqrt(even.numel()) / even.norm()
+        ends.append(w)
+    return torch.cat(ends)
+
+
+def test_normuon_is_the_papers_for_each_stacked_matrix():
+    shapes = [(5, 7), (9, 7), (1, 7)]
+    w = nn.Parameter(torch.ones(15, 7, dtype=torch.float64))
+    optimizer = NorMuon([("w", w)], {"w": [5, 9, 1]}, 0.03, 0.2)
+    gradients = [randn(15, 7, seed=i) * torch.logspace(-2, 2, 15, dtype=torch.float64)[:, None] for i in range(6)]
+    for w.grad in gradients:
+        optimizer.step()
+    torch.testing.assert_close(w.detach(), paper_normuon(shapes, gradients, 0.03, 0.2), atol=1e-12, rtol=0)
+    assert optimizer.state[w]["row_squares"].shape == (15, 1)
+
+
+@pytest.mark.parametrize("shape", [(8, 60), (60, 8), (24, 24)], ids=str)
+def test_the_root_mean_square_of_an_update_of_normuon_is_exactly_a_fifth_of_the_rate(shape):
+    w = nn.Parameter(torch.zeros(shape))
+    optimizer = NorMuon([("w", w)], {"w": [shape[0]]}, 0.5, weight_decay=0.0)
+    for i in range(3):
+        before = w.detach().clone()
+        w.grad = 10.0**i * randn(*shape, seed=i, dtype=torch.float32)
+        optimizer.step()
+        assert (w.detach() - before).square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-5)
+
+
+def test_normuon_gives_all_rows_one_speed():
+    w, faint = nn.Parameter(torch.zeros(40, 10)), torch.linspace(0.05, 1, 40)[:, None]
+    optimizer = NorMuon([("w", w)], {"w": [40]}, 0.1, weight_decay=0.0)
+    for i in range(30):
+        w.grad = randn(40, 10, seed=i, dtype=torch.float32) * faint
+        optimizer.step()
+    moved = w.detach().norm(dim=1)
+    assert moved[:10].mean() > 0.7 * moved[-10:].mean()
+
+
+def test_a_gradient_of_zeros_moves_nothing_under_normuon_and_a_silent_row_stays():
+    w = nn.Parameter(torch.ones(4, 6))
+    optimizer = NorMuon([("w", w)], {"w": [4]}, 0.1, weight_decay=0.0)
+    w.grad = torch.zeros(4, 6)
+    optimizer.step()
+    assert torch.equal(w, torch.ones(4, 6))
+    w.grad = randn(4, 6, dtype=torch.float32) * torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None]
+    optimizer.step()
+    assert torch.equal(w[2], torch.ones(6)) and (w[[0, 1, 3]] != 1).all() and w.isfinite().all()
+
+
 # --- optimiser state ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -620,7 +695,7 @@ def after_two_steps(kind, **fields):
     return model, optimizer
 
 
-@both
+@every_optimizer
 def test_opt_6_state_goes_to_the_parameter_of_its_name_whatever_the_order(kind):
     model, optimizer = after_two_steps(kind)
     saved = everything(optimizer.state())
@@ -652,7 +727,7 @@ def test_an_optimiser_that_has_made_no_step_has_nothing_to_save():
     assert optimizer.state() == {}
 
 
-@both
+@every_optimizer
 @pytest.mark.parametrize("fault", ["missing", "foreign", "renamed", "shape"])
 def test_state_of_other_parameters_is_refused(kind, fault):
     saved = everything(after_two_steps(kind)[1].state())
@@ -664,9 +739,24 @@ def test_state_of_other_parameters_is_refused(kind, fault):
         saved.update({key.replace("out_proj", "proj_out"): value for key, value in of_it.items()})
     if fault == "shape":
         saved = {key: value[:-1] if key in of_it and value.ndim else value for key, value in saved.items()}
-    match = rf"{name}/\w+ has shape \(11, 12\), the parameter \(12, 12\)" if fault == "shape" else "other parameters"
+    match = rf"{name}/\w+ has shape \(11, 12\); it must be \(12, 12\)" if fault == "shape" else "other parameters"
     with pytest.raises(ValueError, match=match):
         Optimizer(build(), settings_of(optimizer=kind)).load_state(saved)
+
+
+@pytest.mark.parametrize("kind, slot", [("adamw", "exp_avg"), ("muon", "momentum_buffer"), ("normuon", "momentum_buffer")])
+def test_a_column_is_taken_for_the_squares_of_rows_only(kind, slot):
+    saved = everything(after_two_steps(kind)[1].state())
+    key = f"blocks.0.ffn.down_proj.weight/{slot}"
+    saved[key] = saved[key][:, :1]
+    with pytest.raises(ValueError, match=r"has shape \(12, 1\); it must be"):
+        Optimizer(build(), settings_of(optimizer=kind)).load_state(saved)
+
+
+def test_a_state_that_is_loaded_takes_the_place_of_the_old_one():
+    optimizer = after_two_steps("adamw")[1]
+    optimizer.load_state({})
+    assert optimizer.state() == {}
 
 
 # --- accumulation and clipping ------------------------------------------------------------------------------------------------------------
@@ -812,14 +902,14 @@ class FakeScaler:
         self.calls.append("update")
 
 
-@both
+@every_optimizer
 def test_opt_1_gradients_are_unscaled_then_clipped_then_stepped(kind, monkeypatch):
     calls, real = [], training.clip_gradients
     monkeypatch.setattr(training, "clip_gradients", lambda *args: calls.append("clip") or real(*args))
     run = Run(build(), settings_of(optimizer=kind, clip_norm=1e6))
     run.scaler = FakeScaler(calls)
     run.update(random_ids(50))
-    members = 1 + (kind == "muon")
+    members = 1 + (kind != "adamw")
     assert calls == ["scale", *["unscale"] * members, "clip", *["step"] * members, "update"]
 
 
@@ -833,7 +923,7 @@ def test_opt_1_a_small_gradient_is_not_clipped_because_it_was_scaled():
     assert run.scaler.seen["norm.weight"][:2].tolist() == pytest.approx([0.3, 0.4])
 
 
-@both
+@every_optimizer
 def test_one_update_is_the_formula(kind):
     "Loss, gradient, clipping, rate and step of the first update, each worked out apart."
     config = settings_of(optimizer=kind, lr=0.01, warmup_steps=4, clip_norm=0.5, grad_accumulation=3, batch_size=2, weight_decay=0.2, seed=5)
@@ -852,15 +942,17 @@ def test_one_update_is_the_formula(kind):
     rows = matrix_parts(model)
     for name, q in twin.named_parameters():
         gradient = q.grad * 0.5 / norm
-        if kind == "muon" and name in rows:
+        if kind != "adamw" and name in rows:
             pieces = [0.2 * math.sqrt(max(piece.shape)) * orthogonal(piece) for piece in gradient.split(rows[name])]
+            if kind == "normuon":  # the first time every row has its own squares as their mean
+                pieces = [0.2 * piece / piece.square().mean(dim=1, keepdim=True).sqrt() for piece in pieces]
             after = before[name] * (1 - 0.004 * 0.2) - 0.004 * torch.cat(pieces)  # the direction is the same with 0.0975 of the gradient
         else:
             after = before[name] * (1 - 0.002 * 0.2 * (q.ndim == 2)) - 0.002 * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(model.get_parameter(name).detach(), after, atol=1e-6, rtol=0, msg=name)
 
 
-@both
+@every_optimizer
 def test_the_rate_that_is_logged_is_the_rate_that_was_used(kind):
     config = settings_of(optimizer=kind, lr=0.01, muon_lr=0.5, warmup_steps=2, min_lr=0.001, grad_accumulation=3)
     run = Run(build(), config)
@@ -891,7 +983,7 @@ def poison(run, how):
 
 
 @pytest.mark.parametrize("how", ["loss", "nan", "gradient"])
-@both
+@every_optimizer
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_x_1_an_update_that_is_not_finite_changes_nothing_and_is_counted(how, kind, precision):
     run, ids = Run(build(), settings_of(optimizer=kind, precision=precision)), random_ids(60)
@@ -931,7 +1023,7 @@ def test_a_run_that_only_loses_updates_ends_with_advice():
 
 
 @pytest.mark.parametrize("precision, dtype, tolerance", [("fp32", torch.float32, 1e-6), ("bf16", torch.bfloat16, 3e-2), ("fp16", torch.float16, 5e-3)])
-@both
+@every_optimizer
 def test_mixed_precision_computes_in_half_and_keeps_the_weights_in_float32(precision, dtype, tolerance, kind):
     ids, outputs = random_ids(60), []
     expected = Run(build(dtype=torch.float64), settings_of(optimizer=kind)).update(ids)
@@ -1096,6 +1188,12 @@ def test_evaluation_refuses_what_it_cannot_score(call, match):
         evaluate(model, **call)
 
 
+def test_a_run_takes_held_out_text_as_evaluate_does(tmp_path, no_picture):
+    held_out = [[1], [2], [1, 2, 3, 4, 5, 4, 3]]
+    result = train(build(), random_ids(40), held_out, settings_of(steps=2, eval_every=1, eval_tokens=2), out_dir=tmp_path, progress=False)
+    assert result.evaluation.n_tokens == 6
+
+
 @pytest.mark.parametrize("n_bytes", [0, -3])
 def test_a_number_of_bytes_must_be_one(n_bytes):
     with pytest.raises(ValueError, match=f"n_bytes={n_bytes}"):
@@ -1108,8 +1206,13 @@ def test_the_first_tokens_of_a_stream_and_the_first_of_many_streams(n):
     assert torch.equal(first_tokens(ids, n), ids[:n]) and first_tokens(ids, None) is ids
     streams = [ids[:4], ids[4:7], ids[7:]]
     assert first_tokens(streams, None) is streams
-    kept = first_tokens(streams, n)
-    assert len(kept) == {2: 1, 5: 2, 99: 3}[n] and all(a is b for a, b in zip(kept, streams))
+    assert torch.equal(torch.cat(first_tokens(streams, n)), ids[: {2: 2, 5: 4, 99: 20}[n]])  # of 5, one token alone would ask nothing
+
+
+def test_the_first_tokens_of_a_long_stream_are_few_and_streams_that_ask_nothing_are_left_out():
+    ids = random_ids(300)
+    assert [len(stream) for stream in first_tokens([ids, ids], 16)] == [16]
+    assert [len(stream) for stream in first_tokens([ids[:1], ids[:1], ids], 2)] == [2]
 
 
 # --- a whole run --------------------------------------------------------------------------------------------------------------------------
@@ -1127,7 +1230,7 @@ def chain_nats(ids, p=0.75, size=6):
     return -math.log(p) * (skips == 0).sum().item() - math.log(1 - p) * (skips == 1).sum().item()
 
 
-@both
+@every_optimizer
 def test_a_small_language_is_learned_down_to_its_floor_and_never_below(kind, tmp_path, no_picture):
     train_ids, val_ids = chain(20_000, 1), chain(4_000, 2)
     config = settings_of(steps=250, batch_size=16, lr=1e-2, min_lr=1e-3, warmup_steps=5, optimizer=kind, muon_lr=0.01)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['app', 'MISTAKES', 'GUTENBERG', 'RUN_FILES', 'PATIENCE', 'TEXT_HELP', 'DEVICE', 'SEED_LIMIT', 'RUN', 'N_STORIES',
            'N_HELD_OUT', 'DEMO', 'DEMO_TIMING', 'tinylm', 'UserError', 'one_line', 'main', 'read_document',
-           'read_bytes', 'text_files', 'Documents', 'split_documents', 'vocabulary_size', 'count_bytes', 'prepare_run',
-           'devices', 'choose_device', 'check_new', 'is_first', 'one_voice', 'stoppable', 'each_document',
-           'run_training', 'score_line', 'start_run', 'resume_run', 'refuse_all_but', 'train', 'model_shape', 'books',
-           'evaluate_run', 'loaded', 'sample', 'to_bench', 'timed', 'bench', 'clear_demo', 'ladder', 'report', 'leaks',
-           'compare', 'write_stories', 'show_stories', 'demo']
+           'plain_text', 'read_bytes', 'text_files', 'Documents', 'split_documents', 'vocabulary_size', 'count_bytes',
+           'prepare_run', 'devices', 'choose_device', 'check_new', 'is_first', 'one_voice', 'stoppable', 'how_to_go_on',
+           'pasteable', 'each_document', 'run_training', 'score_line', 'start_run', 'resume_run', 'planned_steps',
+           'refuse_all_but', 'train', 'model_shape', 'books', 'evaluate_run', 'loaded', 'sample', 'to_bench', 'timed',
+           'bench', 'clear_demo', 'ladder', 'report', 'leaks', 'compare', 'write_stories', 'show_stories', 'demo']
 
 # %% ../nbs/13_command_line.ipynb #d3aaf5e4
 import io
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -27,15 +28,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import typer
-from tqdm import tqdm
 
-from .benchmark import SETUPS, benchmark_generation, lengths_to_time, plot_results, results_table, save_results, setup_for
+from .benchmark import SETUPS, benchmark_generation, plot_results, results_table, save_results, setup_for
 from .corpus import KnownEntropyLanguage, NGram, clean_book, gutenberg
-from .distributed import LostProcess, join, own_device
+from .distributed import LostProcess, join, own_device, processes_started
 from .sampling import generate
 from .tokenizer import StreamDecoder, Tokenizer, train_tokenizer
-from .training import (ONE, OneProcess, RunFolder, TrainConfig, evaluate, find_checkpoint, load_checkpoint, open_tokens, plot_log, token_stream,
-                             train as train_model, write_json, write_tokens)
+from .training import (ONE, OPTIMIZERS, OneProcess, RunFolder, TrainConfig, evaluate, find_checkpoint, load_checkpoint, open_tokens, plot_log,
+                             token_stream, train as train_model, write_json, write_tokens)
 from .transformer import PRESETS, ModelConfig, TransformerLM, widen_start
 
 # %% ../nbs/13_command_line.ipynb #1b7e144c
@@ -45,7 +45,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.callback()
 def tinylm(context: typer.Context):
     "A decoder-only transformer language model written by hand, taught in ordered notebooks."
-    if context.invoked_subcommand != "train" and os.environ.get("WORLD_SIZE", "1") != "1":
+    if context.invoked_subcommand != "train" and processes_started() > 1:
         raise UserError("of all commands only train is made for several processes (chapter 11): leave out torchrun")
 
 # %% ../nbs/13_command_line.ipynb #3946c180
@@ -57,7 +57,7 @@ def one_line(error: Exception) -> str:
     "What is wrong, and with which file."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
-    return str(error).split("\n")[0]
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 # %% ../nbs/13_command_line.ipynb #ae319dd2
 MISTAKES = (UserError, ValueError, OSError, FloatingPointError, torch.OutOfMemoryError, LostProcess)  # anything else is a bug, and shows its traceback
@@ -85,22 +85,29 @@ def read_document(
 ) -> str:  # the text, lines ending in "\n"; of a Gutenberg file only the book
     "`UserError`, naming the file (and the byte), if it cannot be read, is not UTF-8, or holds no text."
     data = read_bytes(path)
-    if GUTENBERG.search(data):
+    if GUTENBERG.search(data.replace(b"\r", b"\n")):
         try:
-            return clean_book(data)
+            text = clean_book(data)
         except ValueError:
             raise UserError(f"{path} is a part of a Project Gutenberg file, its START or END mark is missing: take the whole file") from None
+    else:
+        text = plain_text(path, data)
+    if not text.strip():
+        raise UserError(f"{path} holds no text")
+    return text
+
+# %% ../nbs/13_command_line.ipynb #eb57724f
+def plain_text(path: Path, data: bytes) -> str:
+    "The bytes of a file as text, without a byte-order mark, lines ending in \"\\n\". `UserError`, naming file and byte, for other bytes."
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
     if "\0" in text:
         raise UserError(f"{path} is not text: byte {data.index(0)} is 0x00")
-    if not text.strip():
-        raise UserError(f"{path} holds no text")
-    return text.replace("\r\n", "\n")
+    return re.sub("\r\n?", "\n", text.removeprefix("\ufeff"))
 
-# %% ../nbs/13_command_line.ipynb #eb57724f
+
 def read_bytes(path: Path) -> bytes:
     "The bytes of a file. `UserError` if they cannot be had."
     try:
@@ -115,7 +122,7 @@ def text_files(
     "`UserError` for a folder without a .txt file."
     files = {}
     for path in map(Path, paths):
-        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        found = sorted(file for file in path.rglob("*.txt") if not file.is_dir()) if path.is_dir() else [path]
         if not found:
             raise UserError(f"{path} holds no .txt file")
         files |= {file.resolve(): file for file in found if file.resolve() not in files}
@@ -229,14 +236,23 @@ def stoppable(out: Path):
     try:
         yield
     except KeyboardInterrupt:
-        if not is_first():
-            pass
-        elif RunFolder(out).latest.exists():
-            folder = f'"{out}"' if " " in str(out) else out
-            typer.echo(f"stopped, {find_checkpoint(out)} is kept; to go on: tinylm train --out {folder} --resume", err=True)
-        else:
-            typer.echo("stopped before there was anything to keep", err=True)
+        if is_first():
+            typer.echo(how_to_go_on(out), err=True)
         raise typer.Exit(130) from None
+
+
+def how_to_go_on(out: Path) -> str:
+    "What is kept of a run that was stopped, and what to type."
+    if not RunFolder(out).latest.exists():
+        return "stopped before there was anything to keep"
+    return f"stopped, {find_checkpoint(out)} is kept; to go on: tinylm train --out {pasteable(out)} --resume"
+
+# %% ../nbs/13_command_line.ipynb #6c4dd9eb
+def pasteable(path, windows: bool = os.name == "nt") -> str:
+    "A path as it must be typed in a terminal, in quotes where it needs them."
+    if not windows:
+        return shlex.quote(str(path))
+    return str(path) if re.fullmatch(r"[\w.:\\/~-]+", str(path)) else f'"{path}"'
 
 # %% ../nbs/13_command_line.ipynb #a2a604b9
 def each_document(
@@ -295,7 +311,7 @@ def start_run(
     n_tokens = config.steps * config.batch_size * config.grad_accumulation * config.context_length
     typer.echo(f"{model.num_parameters():,} parameters on {device}; {n_tokens:,} tokens to see in {config.steps:,} updates")
     typer.echo(f"held out: {score_line(run_training(model, out, config, tokenizer, processes=processes))}")
-    typer.echo(f"saved in {out}; let it write: tinylm sample --run {out}")
+    typer.echo(f"saved in {out}; let it write: tinylm sample --run {pasteable(out)}")
 
 # %% ../nbs/13_command_line.ipynb #4bdc332d
 def resume_run(
@@ -308,14 +324,21 @@ def resume_run(
     if not RunFolder(out).latest.exists():
         raise UserError(f"{out} holds no run to go on with")
     checkpoint = load_checkpoint(out, device=device)
-    config = checkpoint.train_config if steps is None else replace(checkpoint.train_config, steps=steps)
+    if checkpoint.tokenizer is None or not (out / "tokens" / "bytes.json").is_file():
+        raise UserError(f"{out} was not made by `tinylm train`: without its tokenizer and its files of tokens it cannot go on here")
+    config = replace(checkpoint.train_config, steps=steps or planned_steps(out))
     if config.steps < checkpoint.step:
-        raise UserError(f"--steps {steps}: this run has made {checkpoint.step} updates already")
+        raise UserError(f"--steps {config.steps}: this run has made {checkpoint.step} updates already")
     typer.echo(f"going on after {checkpoint.step:,} of {config.steps:,} updates on {device}")
     evaluation = run_training(checkpoint.model, out, config, checkpoint.tokenizer, resume=True, processes=processes)
     typer.echo(f"held out: {score_line(evaluation)}")
 
 
+def planned_steps(out: Path) -> int:
+    "How many updates the run was last asked for: more than its checkpoint knows of, if it was stopped before the first of them."
+    return json.loads((out / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
+
+# %% ../nbs/13_command_line.ipynb #cde51ae9
 def refuse_all_but(
     context: typer.Context,  # of the command
     *names: str,  # options that may be given, beside --resume
@@ -345,9 +368,9 @@ def train(
     batch_size: int = typer.Option(16, min=1, help="Windows in a micro-batch."),
     grad_accumulation: int = typer.Option(1, min=1, help="Micro-batches in an update."),
     context_length: int = typer.Option(None, min=2, help="Tokens in a window; else the preset's."),
-    optimizer: str = typer.Option("muon", help="muon or adamw."),
+    optimizer: str = typer.Option("muon", help=f"{', '.join(OPTIMIZERS)}."),
     lr: float = typer.Option(4e-3, help="Peak learning rate of AdamW."),
-    muon_lr: float = typer.Option(2e-2, help="Peak learning rate of Muon."),
+    muon_lr: float = typer.Option(2e-2, help="Peak learning rate of Muon and NorMuon."),
     dropout: float = typer.Option(0.0, help="Share of numbers dropped while training."),
     precision: str = typer.Option("fp32", help="fp32, bf16 or fp16."),
     compile: bool = typer.Option(False, "--compile", help="Compile the step: a slower start, then faster."),
@@ -357,8 +380,9 @@ def train(
     resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out; only --steps and --device may be given too."),
 ):
     "Train a tokenizer and a model on plain text."
-    place = own_device(choose_device(device))
-    with stoppable(out), one_voice(), join(place, timeout=PATIENCE) as processes:
+    chosen = choose_device(device)
+    place = own_device(chosen)
+    with stoppable(out), one_voice(), join(chosen, timeout=PATIENCE) as processes:
         if resume:
             refuse_all_but(context, "--out", "--steps", "--device")
             return resume_run(out, steps, place, processes)
@@ -406,10 +430,10 @@ def evaluate_run(
 ):
     "Score text: loss, perplexity, bits per byte."
     checkpoint, texts = loaded(run, device), [read_document(file) for file in text_files(text)]
-    stream = np.array([id for piece in token_stream(checkpoint.tokenizer, texts) for id in piece])
-    typer.echo(f"{count_bytes(texts):,} bytes in {len(texts)} document{'s' * (len(texts) > 1)}; model after {checkpoint.step:,} updates")
-    evaluation = evaluate(checkpoint.model, each_document(stream, checkpoint.tokenizer.eot_id), n_bytes=count_bytes(texts), stride=stride)
-    typer.echo(score_line(evaluation))
+    n_bytes = count_bytes(texts)
+    typer.echo(f"{n_bytes:,} bytes in {len(texts)} document{'s' * (len(texts) > 1)}; model after {checkpoint.step:,} updates")
+    streams = [np.concatenate(list(token_stream(checkpoint.tokenizer, [text]))) for text in texts]
+    typer.echo(score_line(evaluate(checkpoint.model, streams, n_bytes=n_bytes, stride=stride)))
 
 # %% ../nbs/13_command_line.ipynb #ab866b24
 def loaded(run: Path, device: str):
@@ -468,10 +492,7 @@ def to_bench(
 
 def timed(model: TransformerLM, setup: dict, repeats: int) -> list:
     "Results of a set-up, behind a progress bar on stderr; then the gate in one line."
-    cases = lengths_to_time(model, setup["prompt_lengths"], setup["new_tokens"])
-    calls = len(cases) * (4 if setup.get("careless") else 3) * (repeats + 1)
-    with tqdm(total=calls, desc="timing", unit="call", dynamic_ncols=True) as bar:
-        results = benchmark_generation(model, **setup, repeats=repeats, on_sample=bar.update)
+    results = benchmark_generation(model, **setup, repeats=repeats, progress=True)
     error = max(result.logit_error for result in results)
     typer.echo(f"with and without the cache: tokens equal, largest difference of a logit {error:.1e}")
     return results

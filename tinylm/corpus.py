@@ -420,7 +420,7 @@ class Book(NamedTuple):
     author: str
     gutenberg_id: int  # its number at Project Gutenberg; an offline copy is called <gutenberg_id>.txt
     split: str  # "train" or "val"
-    url: str  # address of the raw file, pinned to one commit so that it can not change
+    url: str  # address of the raw file, pinned to one commit so that it cannot change
     sha256: str  # fingerprint of the raw file, 64 hexadecimal digits
 
 _GITENBERG = "https://raw.githubusercontent.com/GITenberg/"
@@ -569,7 +569,7 @@ def _raw_book(
     cache_dir,  # where downloads are kept
     raw_dir,  # folder with <gutenberg_id>.txt, or None to download
 ) -> bytes:
-    "The bytes of the book as published. `OSError` if they can not be had, `ValueError` if they are other bytes; both name book and place."
+    "The bytes of the book as published. `OSError` if they cannot be had, `ValueError` if they are other bytes; both name book and place."
     place = book.url if raw_dir is None else Path(raw_dir) / f"{book.gutenberg_id}.txt"
     try:
         raw = Path(_download(book, cache_dir) if raw_dir is None else place).read_bytes()
@@ -589,7 +589,7 @@ def gutenberg(
 ) -> dict:
     """The cleaned books by slug, in the order of `BOOKS`; every raw file is checked against its sha256.
 
-    `OSError` if a file can not be read or fetched, `ValueError` if it has the wrong sha256 (both name the book and the place),
+    `OSError` if a file cannot be read or fetched, `ValueError` if it has the wrong sha256 (both name the book and the place),
     `ValueError` for another `split` or for `cache_dir` and `raw_dir` together. Source: Project Gutenberg, as kept by GITenberg.
     """
     if split not in ("train", "val", "all"):

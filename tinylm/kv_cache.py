@@ -39,7 +39,7 @@ def check_fits(
 class KVCache:
     """Keys and values of the positions already computed: preallocated, one cursor, advanced by the model once per pass.
 
-    `update` writes behind the cursor and returns the filled part; `advance` moves the cursor when a pass is complete, so
+    `update` writes after the cursor and returns the filled part; `advance` moves the cursor when a pass is complete, so
     a pass that raises leaves the cache as it was. Slots past the cursor are never read. Sizes, layers and counts are
     whole numbers, tensors have the cache's shape, dtype and device; else `ValueError` or `TypeError`, before anything is
     written. Not for training: two passes share memory. Source: Shazeer 2019, section 2.4; Pope et al. 2023.
@@ -118,7 +118,7 @@ class KVCache:
         k: torch.Tensor,  # new keys (B, K, T, D), the cache's dtype
         v: torch.Tensor,  # new values, the same shape
     ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values of all length + T positions, (B, K, S, D)
-        "Write T new positions behind the cursor; return the filled part, views of the buffers. The cursor stays."
+        "Write T new positions after the cursor; return the filled part, views of the buffers. The cursor stays."
         self._check(layer, k, v)
         end = self._length + k.shape[2]
         self._keys[layer, :, :, self._length : end] = k

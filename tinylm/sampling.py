@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from .attention import check_count
 from .kv_cache import KVCache
 from .layers import RMSNorm
-from .training import evaluation_mode
-from .transformer import check_number
+from .transformer import check_number, evaluation_mode
 
 # %% ../nbs/07_sampling.ipynb #212f9ca1
 def check_logits(logits):

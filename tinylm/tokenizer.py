@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BYTE_ORDER', 'SPLIT', 'printable', 'from_printable', 'merge_pair', 'check_text', 'split_pieces', 'PairTable',
            'split_specials', 'ByteLevelTokenizer', 'checked_texts', 'number_specials', 'warn_if_short', 'ByteBPE',
-           'Tokenizer', 'byte_level_backend', 'train_tokenizer', 'StreamDecoder', 'read_gpt2']
+           'byte_level_backend', 'Tokenizer', 'train_tokenizer', 'StreamDecoder', 'read_gpt2']
 
 # %% ../nbs/05_tokenizer.ipynb #f74580bd
 import codecs
@@ -200,7 +200,7 @@ def checked_texts(
     for i, text in enumerate(texts):
         yield check_text(text, f"texts[{i}]")
 
-
+# %% ../nbs/05_tokenizer.ipynb #8d0d2320
 def number_specials(
     special_tokens,  # texts, in the order of their ids
     vocab_size: int,  # V that is asked for
@@ -218,7 +218,7 @@ def number_specials(
         raise ValueError(f"vocab_size={vocab_size} must be at least {least}: 256 bytes and {len(specials)} special tokens")
     return {special: id for id, special in enumerate(specials)}
 
-
+# %% ../nbs/05_tokenizer.ipynb #ad0b08c7
 def warn_if_short(
     got: int,  # the size of the vocabulary
     vocab_size: int,  # what was asked for
@@ -293,6 +293,17 @@ class ByteBPE(ByteLevelTokenizer):
             ids += self.merge_piece([self.byte_ids[byte] for byte in piece.encode()])
         return ids
 
+# %% ../nbs/05_tokenizer.ipynb #b8501b54
+def byte_level_backend(
+    ids: dict = None,  # token in printable letters -> id; None: to be trained
+    merges: list = None,  # pairs of tokens in printable letters, in the order of their ranks
+) -> tokenizers.Tokenizer:
+    "A BPE of the library with GPT-2's split and bytes."
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
 # %% ../nbs/05_tokenizer.ipynb #db6daf90
 class Tokenizer(ByteLevelTokenizer):
     "Byte-level BPE on the library `tokenizers`: the same ids as `ByteBPE`, fast enough for books, and it can be saved."
@@ -346,17 +357,6 @@ class Tokenizer(ByteLevelTokenizer):
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 # %% ../nbs/05_tokenizer.ipynb #48bf8d6c
-def byte_level_backend(
-    ids: dict = None,  # token in printable letters -> id; None: to be trained
-    merges: list = None,  # pairs of tokens in printable letters, in the order of their ranks
-) -> tokenizers.Tokenizer:
-    "A BPE of the library with GPT-2's split and bytes."
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend
-
-
 def train_tokenizer(
     texts,  # the training texts, a list or anything that gives them one by one
     vocab_size: int,  # V: special tokens, 256 bytes, and the rest merges

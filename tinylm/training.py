@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['IGNORE', 'OPTIMIZERS', 'PRECISIONS', 'ONE', 'MAX_SKIPPED', 'FORMAT', 'KIND', 'MAY_CHANGE', 'as_int64', 'sample_batch',
            'next_token_loss', 'check_whole_numbers', 'check_rates', 'check_train_config', 'TrainConfig', 'matrix_parts',
-           'parameter_groups', 'orthogonal', 'Muon', 'Optimizer', 'lr_at', 'OneProcess', 'accumulate_gradients',
-           'clip_gradients', 'finite_or_none', 'Updates', 'scoring_windows', 'Evaluation', 'evaluation_mode',
+           'parameter_groups', 'orthogonal', 'Muon', 'NorMuon', 'Optimizer', 'lr_at', 'OneProcess',
+           'accumulate_gradients', 'clip_gradients', 'finite_or_none', 'Updates', 'scoring_windows', 'Evaluation',
            'stack_rows', 'score', 'rows_to_score', 'evaluate', 'write_json', 'token_stream', 'write_tokens',
-           'open_tokens', 'replace_folder', 'whole_or_nothing', 'unwrapped', 'weights_of', 'checksum',
+           'open_tokens', 'replace_folder', 'whole_or_nothing', 'unwrapped', 'weights_of', 'checksum', 'write_tensors',
            'save_checkpoint', 'CheckpointError', 'find_checkpoint', 'read_checkpoint', 'read_tensors', 'copy_weights',
            'Checkpoint', 'load_checkpoint', 'random_state', 'restore_random_state', 'check_same_run', 'Run', 'read_log',
            'RunFolder', 'plot_log', 'ReadOnlyRunFolder', 'check_ids', 'check_streams', 'due', 'first_tokens', 'advance',
@@ -40,7 +40,7 @@ from tqdm import tqdm
 from .attention import check_count
 from .layers import at_least_float32
 from .tokenizer import Tokenizer
-from .transformer import ModelConfig, TransformerLM, check_number
+from .transformer import ModelConfig, TransformerLM, check_number, evaluation_mode
 
 # %% ../nbs/06_training.ipynb #d29f7af1
 def as_int64(
@@ -86,7 +86,7 @@ def next_token_loss(
     return total / count
 
 # %% ../nbs/06_training.ipynb #99368362
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon", "normuon")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -94,10 +94,12 @@ def check_whole_numbers(config):
     "Counts and seeds are whole numbers, some of them at least 1."
     for name in ("steps", "batch_size", "context_length", "grad_accumulation", "keep_checkpoints"):
         check_count(name, getattr(config, name))
-    for name in ("warmup_steps", "seed", "eval_every", "checkpoint_every"):
+    for name in ("warmup_steps", "hold_steps", "seed", "eval_every", "checkpoint_every"):
         check_count(name, getattr(config, name), least=0)
     if config.eval_tokens is not None:
         check_count("eval_tokens", config.eval_tokens, least=2)
+    if config.hold_steps and config.warmup_steps + config.hold_steps >= config.steps:
+        raise ValueError(f"hold_steps={config.hold_steps} after {config.warmup_steps} of warm-up reaches the end, steps={config.steps}: nothing is left for the way down")
 
 # %% ../nbs/06_training.ipynb #79bcf11b
 def check_rates(config):
@@ -134,12 +136,13 @@ class TrainConfig:
     lr: float  # peak learning rate of AdamW
     min_lr: float = 0.0  # where the cosine ends
     warmup_steps: int = 0  # updates before the peak
+    hold_steps: int = 0  # further updates at the peak, before the cosine goes down
     grad_accumulation: int = 1  # micro-batches per update
     weight_decay: float = 0.1  # of matrices and tables
     betas: tuple = (0.9, 0.95)  # of AdamW
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
-    optimizer: str = "adamw"  # or "muon": Muon for the matrices of the blocks, AdamW for the rest
-    muon_lr: float = 0.02  # peak learning rate of Muon, follows the same schedule
+    optimizer: str = "adamw"  # or "muon" or "normuon": that for the matrices of the blocks, AdamW for the rest
+    muon_lr: float = 0.02  # peak learning rate of Muon and NorMuon, follows the same schedule
     precision: str = "fp32"  # "fp32", "bf16" or "fp16": autocast of the forward pass
     compile: bool = False  # torch.compile the loss
     seed: int = 0  # of the windows and of dropout
@@ -170,7 +173,7 @@ def parameter_groups(
     config: TrainConfig,  # optimizer is used
 ) -> dict:  # "muon", "decayed" and "plain" -> [(name, parameter), …]
     "Every parameter in exactly one group, by where it stands and by its dimensions; a tied table once."
-    inside = matrix_parts(model) if config.optimizer == "muon" else {}
+    inside = {} if config.optimizer == "adamw" else matrix_parts(model)
     groups = {"muon": [], "decayed": [], "plain": []}
     for name, p in model.named_parameters():
         kind = "muon" if name in inside else "decayed" if p.ndim >= 2 else "plain"
@@ -182,7 +185,7 @@ def orthogonal(
     matrix: torch.Tensor,  # (m, n)
     steps: int = 5,  # of the iteration
     dtype: torch.dtype | None = None,  # to compute in; None: bfloat16 on a GPU, float32 elsewhere
-) -> torch.Tensor:  # (m, n): the same singular vectors, every singular value near 1 unless it was tiny beside the largest
+) -> torch.Tensor:  # (m, n): the same singular vectors, every singular value near 1 unless it was below a thousandth of the whole norm
     "Newton-Schulz iteration towards the nearest matrix with orthonormal rows or columns. Source: Jordan et al. 2024."
     x = matrix.to(dtype or (torch.bfloat16 if matrix.is_cuda else torch.float32))
     wide = x if len(x) <= x.shape[1] else x.T
@@ -217,9 +220,12 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, weight in zip(group["param_names"], group["params"]):
                 if weight.grad is not None:
-                    parts = self._momentum(weight, group["momentum"]).split(self.rows[name])
-                    update = torch.cat([0.2 * math.sqrt(max(part.shape)) * orthogonal(part) for part in parts])
+                    update = self._update(name, weight, group["momentum"])
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+    def _update(self, name, weight, momentum):
+        parts = self._momentum(weight, momentum).split(self.rows[name])
+        return torch.cat([0.2 * math.sqrt(max(part.shape)) * orthogonal(part) for part in parts])
 
     def _momentum(self, weight, momentum):
         state = self.state[weight]
@@ -228,9 +234,24 @@ class Muon(torch.optim.Optimizer):
         state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
         return weight.grad.lerp(state["momentum_buffer"], momentum)
 
+# %% ../nbs/06_training.ipynb #9da62991
+class NorMuon(Muon):
+    """Muon, and then every row divided by the root of the running mean of its squares: all neurons learn at one speed.
+
+    The root mean square of an update is exactly 0.2. Source: Li et al. 2025."""
+
+    memory = 0.95  # share of the running mean that a step keeps
+
+    def _update(self, name, weight, momentum):
+        update = super()._update(name, weight, momentum)
+        squares = self.state[weight].setdefault("row_squares", torch.zeros_like(weight[:, :1]))
+        squares.lerp_(update.square().mean(dim=1, keepdim=True), 1 - self.memory)
+        parts = (update / squares.sqrt().clamp(min=1e-12)).split(self.rows[name])
+        return torch.cat([part * (0.2 * math.sqrt(part.numel()) / part.norm().clamp(min=1e-12)) for part in parts])
+
 # %% ../nbs/06_training.ipynb #841a09a5
 class Optimizer:
-    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest, behind one step.
+    """AdamW for everything, or Muon (NorMuon) for the matrices of the blocks and AdamW for the rest, behind one step.
 
     Weight decay reaches what has two dimensions (matrices and tables), never gains and biases. State is kept by name.
     Source: Loshchilov & Hutter 2019."""
@@ -244,7 +265,8 @@ class Optimizer:
         groups = [dict(params=named["decayed"], weight_decay=decay), dict(params=named["plain"], weight_decay=0.0)]
         self.members = [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
         if named["muon"]:
-            self.members.append(Muon(named["muon"], matrix_parts(model), config.muon_lr, decay))
+            kind = NorMuon if config.optimizer == "normuon" else Muon
+            self.members.append(kind(named["muon"], matrix_parts(model), config.muon_lr, decay))
         self.groups = [group for member in self.members for group in member.param_groups]
         self.peaks = [group["lr"] for group in self.groups]
 
@@ -272,25 +294,29 @@ class Optimizer:
         slots = self.slots()
         if tensors and {key.rpartition("/")[0] for key in tensors} != slots.keys():
             raise ValueError("it holds the state of other parameters")
+        for _, state in slots.values():
+            state.clear()
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")
             p, state = slots[name]
-            if value.ndim and value.shape != p.shape:
-                raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}")
+            shape = (len(p), 1) if slot == "row_squares" else p.shape
+            if value.ndim and value.shape != shape:
+                raise ValueError(f"{key} has shape {tuple(value.shape)}; it must be {tuple(shape)}")
             state[slot] = value.to(p.device)
 
 # %% ../nbs/06_training.ipynb #00dc7487
 def lr_at(
     step: int,  # s, counted from 0
-    config: TrainConfig,  # lr, min_lr, warmup_steps and steps are used
+    config: TrainConfig,  # lr, min_lr, warmup_steps, hold_steps and steps are used
 ) -> float:
-    """The learning rate of update s: a line up to the peak, half a cosine down, then constant.
+    """The learning rate of update s: a line up to the peak, the peak for a while, half a cosine down, then constant.
 
     lr·(s + 1)/(warmup + 1) for s < warmup: the first update is not wasted, and the peak stands exactly at s = warmup;
-    min_lr from s = steps on. Source: Loshchilov & Hutter 2017."""
+    min_lr from s = steps on (after a longer warm-up: from its end). Sources: Loshchilov & Hutter 2017; the hold: Hu et al. 2024."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    top = config.warmup_steps + config.hold_steps  # the last update at the peak
+    progress = min(1.0, max(0, step - top) / max(1, config.steps - top))
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 # %% ../nbs/06_training.ipynb #dbf83e52
@@ -445,20 +471,6 @@ class Evaluation(NamedTuple):
     nats: float  # their sum
 
 # %% ../nbs/06_training.ipynb #b5dda3dd
-@contextmanager
-def evaluation_mode(
-    model,  # any module
-):
-    "No dropout inside the `with`; afterwards, and after an exception, every part is back in the mode it was found in."
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def stack_rows(
     rows: list,  # pairs (x, y), each int64 (n,)
 ):  # x and y, (B, longest n)
@@ -562,10 +574,13 @@ def replace_folder(new, path):
     shutil.rmtree(old, ignore_errors=True)  # of a process that died and had our number
     if path.exists():
         os.replace(path, old)
+    try:
         os.replace(new, path)
-        shutil.rmtree(old)
-    else:
-        os.replace(new, path)
+    except BaseException:  # the old one comes back
+        if old.exists():
+            os.replace(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -606,6 +621,17 @@ def checksum(path) -> str:
     return digest.hexdigest()
 
 # %% ../nbs/06_training.ipynb #b86544b5
+def write_tensors(
+    tensors: dict,  # name -> tensor
+    path,
+):
+    "A safetensors file. `OSError` if it cannot be written, as for any other file."
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
+
+# %% ../nbs/06_training.ipynb #92163771
 def save_checkpoint(
     path,  # folder to make; a checkpoint that stands there is replaced
     model,  # a TransformerLM, also one wrapped by torch.compile or DDP
@@ -623,7 +649,7 @@ def save_checkpoint(
     weights = {name: weight.to(dtype or weight.dtype) for name, weight in weights_of(model).items()}
     with whole_or_nothing(Path(path)) as aside:
         for name, group in {"model": weights, **(tensors or {})}.items():
-            save_file({key: value.contiguous().cpu() for key, value in group.items()}, aside / f"{name}.safetensors")
+            write_tensors({key: value.contiguous().cpu() for key, value in group.items()}, aside / f"{name}.safetensors")
         if tokenizer is not None:
             tokenizer.save(aside / "tokenizer.json")
         write_json(aside / "checkpoint.json", dict(
@@ -739,7 +765,7 @@ def restore_random_state(tensors, plain, device):
     np.random.set_state(tuple(plain["numpy"]))
 
 # %% ../nbs/06_training.ipynb #a3417a13
-MAY_CHANGE = ("steps", "compile", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints")  # on resume
+MAY_CHANGE = ("steps", "hold_steps", "compile", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints")  # on resume
 
 
 def check_same_run(run, folder, info):
@@ -784,7 +810,8 @@ def read_log(path) -> list:  # of dictionaries
     "The lines of a run's log.jsonl."
     path = Path(path)
     path = path / "log.jsonl" if path.is_dir() else path
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]  # a process that was killed may have left half a line
 
 # %% ../nbs/06_training.ipynb #1208f37b
 class RunFolder:
@@ -802,10 +829,16 @@ class RunFolder:
         if self.latest.exists():
             raise ValueError(f"{self.path} holds a run already: resume it, or choose another folder")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "config.json", dict(model=run.model.config.to_dict(), train=asdict(run.config)))
+        self.describe(run)
         if tokenizer is not None:
             tokenizer.save(self.path / "tokenizer.json")
         self.log_file.write_text("", encoding="utf-8")
+
+    def describe(self, run):
+        "What the run is, as planned now."
+        aside = self.checkpoints / ".tmp-config"
+        write_json(aside, dict(model=run.model.config.to_dict(), train=asdict(run.config)))
+        os.replace(aside, self.path / "config.json")
 
     def save(self, run, tokenizer):
         "A new checkpoint; then `latest` is replaced, and the oldest go."
@@ -833,10 +866,9 @@ class RunFolder:
 
     def rewind_log(self, step):
         "Forget what was logged after the checkpoint that the run goes on from."
-        lines = [line for line in self.log_file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step and "final" not in json.loads(line)]
+        kept = [line for line in read_log(self.log_file) if line["step"] <= step and "final" not in line]
         aside = self.log_file.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(aside, self.log_file)
 
     def draw(self):
@@ -859,7 +891,8 @@ def plot_log(
     if floor is not None:
         axes.axhline(floor, linestyle="--", color="#222222", label="floor")
         axes.set_yscale("log")  # the last steps down to a floor are small
-    axes.set(xlabel="update", ylabel="loss, nats per token", title=folder.resolve().name)
+    axes.set(xlabel="update", ylabel="loss, nats per token")
+    axes.set_title(folder.resolve().name, parse_math=False)  # a folder may be called $x$
     if axes.lines:
         axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)
@@ -871,11 +904,12 @@ class ReadOnlyRunFolder(RunFolder):
     def start(self, *arguments, **options):
         "Rank 0 does it."
 
-    save = log = rewind_log = draw = start
+    save = log = rewind_log = draw = describe = start
 
 # %% ../nbs/06_training.ipynb #72abfe01
 def check_ids(name, ids, vocab_size):
     "`ValueError` for token ids that the model has no row for."
+    ids = ids if hasattr(ids, "min") else np.asarray(ids)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"{name} run from {low} to {high}; the vocabulary is 0 … {vocab_size - 1}")
@@ -905,13 +939,17 @@ def due(run, every):
 
 
 def first_tokens(ids, n):
-    "The beginning of a held-out stream, or the first of many, about n tokens; all for None."
+    "The first n tokens of a held-out stream, or of many; all for None. A stream that asks nothing, of one token, is left out."
     if n is None:
         return ids
     if not isinstance(ids, (list, tuple)):
         return ids[:n]
-    ends = np.cumsum([len(stream) for stream in ids])
-    return ids[: int(np.searchsorted(ends, n)) + 1]
+    taken = []
+    for stream in ids:
+        if n >= 2 and len(stream) >= 2:
+            taken.append(stream[:n])
+            n -= len(taken[-1])
+    return taken
 
 # %% ../nbs/06_training.ipynb #7dfd501b
 def advance(run, folder, bar, train_ids, val_ids):
@@ -936,7 +974,8 @@ def advance(run, folder, bar, train_ids, val_ids):
 def first_interrupt_waits():
     "Ctrl-C asks the loop to stop after the update in hand; a second one stops at once. Yields a list that is then not empty."
     asked = []
-    if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+    ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)  # a job in the background does not hear Ctrl-C
+    if ignored or threading.current_thread() is not threading.main_thread():  # only there may signals be handled
         yield asked
         return
 
@@ -966,6 +1005,9 @@ def begin(run, folder, tokenizer, resume):
     "A new folder with a checkpoint of step 0, or the state and the log of the latest checkpoint."
     if resume:
         run.load(folder.path)
+        if run.config.steps < run.progress["step"]:
+            raise ValueError(f"steps={run.config.steps}, but the run has made {run.progress['step']} updates already")
+        folder.describe(run)
         folder.rewind_log(run.progress["step"])
     else:
         folder.start(run, tokenizer)

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['KITE_WEIGHTS', 'GATE_AND_UP', 'CHOICES', 'PRESETS', 'check_number', 'check_fields', 'check_widths', 'ModelConfig',
            'Block', 'init_weights', 'position_tables', 'places', 'check_pass', 'check_pad_mask', 'check_vocabulary',
-           'TransformerLM', 'kite_model', 'fit', 'continue_ids', 'widen_start']
+           'TransformerLM', 'evaluation_mode', 'kite_model', 'fit', 'continue_ids', 'widen_start']
 
 # %% ../nbs/04_transformer.ipynb #78513446
 import math
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -371,6 +372,20 @@ class TransformerLM(nn.Module):
     def device(self) -> torch.device:
         "Where the weights are."
         return self.embedding.weight.device
+
+# %% ../nbs/04_transformer.ipynb #7963f39a
+@contextmanager
+def evaluation_mode(
+    model,  # any module
+):
+    "No dropout inside the `with`; afterwards, and after an exception, every part is back in the mode it was found in."
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 # %% ../nbs/04_transformer.ipynb #f7b915c8
 def kite_model() -> TransformerLM:
