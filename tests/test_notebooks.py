@@ -53,6 +53,15 @@ def test_every_module_has_its_notebook():
     assert modules == {module_of(path) for path in NOTEBOOKS} - {None}
 
 
+@by_name
+def test_a_notebook_begins_with_its_title_and_the_module_with_the_sentence_below_it(path):
+    title, _, sentence = source(cells(path, "markdown")[0]).splitlines()[:3]
+    assert title.startswith("# ")
+    if module := module_of(path):
+        code = (ROOT / "tinylm" / f"{module}.py").read_text(encoding="utf-8")
+        assert f"> {ast.get_docstring(ast.parse(code))}" == sentence
+
+
 def test_readme_is_made_from_the_index():
     command = [sys.executable, "-m", "nbconvert", "--to", "markdown", "--stdout", ROOT / "nbs" / "index.ipynb"]
     text = subprocess.run(command, check=True, capture_output=True).stdout.decode("utf-8").replace("\r\n", "\n")

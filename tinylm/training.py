@@ -834,11 +834,17 @@ class RunFolder:
             tokenizer.save(self.path / "tokenizer.json")
         self.log_file.write_text("", encoding="utf-8")
 
+    @contextmanager
+    def _replaced(self, file):
+        "Yields a path to write to. What stands there afterwards takes the place of file in one act: nobody ever finds a part of it."
+        aside = self.checkpoints / f".tmp-{file.name}"
+        yield aside
+        os.replace(aside, file)
+
     def describe(self, run):
         "What the run is, as planned now."
-        aside = self.checkpoints / ".tmp-config"
-        write_json(aside, dict(model=run.model.config.to_dict(), train=asdict(run.config)))
-        os.replace(aside, self.path / "config.json")
+        with self._replaced(self.path / "config.json") as aside:
+            write_json(aside, dict(model=run.model.config.to_dict(), train=asdict(run.config)))
 
     def save(self, run, tokenizer):
         "A new checkpoint; then `latest` is replaced, and the oldest go."
@@ -846,9 +852,8 @@ class RunFolder:
         if self.latest.exists() and self.latest.read_text(encoding="utf-8") == name:
             return
         run.save(self.checkpoints / name, tokenizer)
-        aside = self.checkpoints / ".tmp-latest"
-        aside.write_text(name, encoding="utf-8")
-        os.replace(aside, self.latest)
+        with self._replaced(self.latest) as aside:
+            aside.write_text(name, encoding="utf-8")
         self._sweep(name, run.config.keep_checkpoints)
 
     def _sweep(self, latest, keep):
@@ -867,9 +872,8 @@ class RunFolder:
     def rewind_log(self, step):
         "Forget what was logged after the checkpoint that the run goes on from."
         kept = [line for line in read_log(self.log_file) if line["step"] <= step and "final" not in line]
-        aside = self.log_file.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(aside, self.log_file)
+        with self._replaced(self.log_file) as aside:
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def draw(self):
         "The log as a picture, loss.png."
