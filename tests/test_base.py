@@ -35,7 +35,7 @@ def test_it_is_complete_and_small(shipped):
 
 
 def test_its_log_ends_where_its_evaluation_was_made(shipped, evaluation):
-    log = [line for line in read_log(DATA / "runs" / "base-7.6m" / "log.jsonl") if "loss" in line]
+    log = [line for line in read_log(DATA / "runs" / "base-8m" / "log.jsonl") if "loss" in line]
     assert log[-1]["step"] == shipped.step == evaluation["updates"] and log[-1]["tokens"] == evaluation["tokens_seen"]
 
 

@@ -219,6 +219,18 @@ def test_a_token_for_every_200_bytes(n_bytes, size):
     assert cli.vocabulary_size(n_bytes) == size
 
 
+def test_count_first_begins_with_the_vectors_of_the_training_text(stories, tmp_path):
+    options = ["--steps", 1, "--lr", "1e-30", "--count-first", "--windows", "epochs", "--out", tmp_path / "run"]
+    assert tinylm("train", "--text", stories, *SMALL, *options).code == 0
+    made = load_checkpoint(tmp_path / "run")
+    table = made.model.embedding.weight.detach()
+    torch.manual_seed(0)
+    noise = TransformerLM(made.model_config).embedding.weight
+    ids = training.open_tokens(tmp_path / "run" / "tokens" / "train.bin", len(table))
+    torch.testing.assert_close(table, training.embedding_from_counts(ids, *table.shape, std=noise.std().item()))
+    assert made.train_config.windows == "epochs"
+
+
 def test_the_tokenizer_has_seen_training_documents_only(tmp_path):
     told, secret = ["a red kite. " * 40], ["a zeppelin. " * 40]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -368,7 +380,7 @@ def test_ctrl_c_before_the_first_checkpoint_says_that_nothing_is_kept(moment, st
     assert tinylm("train", "--text", stories, *SMALL, "--steps", 1, "--out", out).code == 0  # the rest is in nobody's way
 
 
-@pytest.mark.parametrize("option", ["--lr 1", "--text x", "--seed 1", "--preset tiny", "--batch-size 4", "--compile"])
+@pytest.mark.parametrize("option", ["--lr 1", "--text x", "--seed 1", "--preset tiny", "--batch-size 4", "--compile", "--count-first", "--windows epochs"])
 def test_resume_refuses_options_that_would_not_count(option, run):
     line = refused("train", "--out", run, "--resume", *option.split())
     assert f"{option.split()[0]} belongs to the run" in line and "--steps" in line
@@ -435,6 +447,7 @@ def test_a_place_that_cannot_be_written_is_one_line(command, stories):
     [
         ("--preset huge", "preset 'huge' is none of tiny, reference"),
         ("--optimizer sgd", "optimizer='sgd' must be one of adamw, muon, normuon"),
+        ("--windows twice", "windows='twice' must be one of anywhere, epochs"),
         ("--precision fp8", "precision='fp8' must be one of"),
         ("--lr 0", "lr=0.0 must be positive"),
         ("--lr nan", "lr=nan must be positive"),

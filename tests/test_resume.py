@@ -118,6 +118,7 @@ KINDS = {
     "normuon-held": dict(optimizer="normuon", hold_steps=3),
     "no-accumulation": dict(grad_accumulation=1, clip_norm=0),
     "bf16": dict(precision="bf16"),
+    "epochs": dict(windows="epochs", count_first=True),
     "fp16-muon": dict(precision="fp16", optimizer="muon"),
 }
 
@@ -133,6 +134,17 @@ def test_a_run_cut_off_three_times_ends_bit_for_bit_like_one_that_was_not(tmp_pa
     result = go(tmp_path / "cut", config, another_process(), resume=True)
     assert (result.step, result.tokens) == (8, 8 * 2 * T * config.grad_accumulation)
     assert_same(content(tmp_path / "cut"), content(tmp_path / "whole"))
+
+
+def test_a_run_from_before_a_field_existed_goes_on(tmp_path):
+    with cut_after(5):
+        go(tmp_path)
+    path = training.find_checkpoint(tmp_path) / "checkpoint.json"
+    info = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("windows", "count_first", "hold_steps"):
+        del info["train_config"][name]
+    path.write_text(json.dumps(info), encoding="utf-8")
+    assert go(tmp_path, model=another_process(), resume=True).step == 8
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 7])
@@ -227,7 +239,7 @@ def test_what_was_logged_after_the_checkpoint_is_forgotten_also_half_a_line(tmp_
 # --- what may change, what may not --------------------------------------------------------------------------------------------------------
 
 OTHER = dict(batch_size=3, context_length=7, lr=0.02, min_lr=0.001, warmup_steps=1, grad_accumulation=1, weight_decay=0.2, betas=(0.9, 0.99),
-             clip_norm=2.0, optimizer="muon", muon_lr=0.03, precision="bf16", seed=1)
+             clip_norm=2.0, optimizer="muon", muon_lr=0.03, precision="bf16", seed=1, windows="epochs", count_first=True)
 FREE = dict(steps=9, hold_steps=3, compile=False, eval_every=3, eval_tokens=None, checkpoint_every=2, keep_checkpoints=5)
 
 

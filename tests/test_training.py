@@ -35,11 +35,16 @@ from tinylm.training import (
     accumulate_gradients,
     check_streams,
     clip_gradients,
+    embedding_from_counts,
+    epoch_batch,
+    epoch_starts,
     evaluate,
     first_tokens,
+    leading_directions,
     load_checkpoint,
     lr_at,
     matrix_parts,
+    neighbour_counts,
     next_token_loss,
     open_tokens,
     orthogonal,
@@ -152,6 +157,139 @@ def test_windows_depend_on_the_generator_and_on_nothing_else():
     torch.set_rng_state(before)
     sample_batch(ids, 4, 5, seeded(1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("n, context", [(5, 4), (8, 4), (9, 4), (41, 10), (42, 10), (1000, 7), (3, 1)])
+def test_an_epoch_takes_each_window_once_and_leaves_out_less_than_two(n, context):
+    for epoch in range(8):
+        starts = epoch_starts(n, context, epoch, seed=2)
+        first, last = starts.min().item(), starts.max().item()
+        assert sorted(starts.tolist()) == list(range(first, last + 1, context)), "end to end, each once"
+        assert first >= 0 and last + context <= n - 1, "the last target is in the stream"
+        assert n - 1 - len(starts) * context < 2 * context, "nearly all of it"
+    many = [epoch_starts(n, context, epoch, 2) for epoch in range(40 * context)]
+    assert {place for starts in many for start in starts.tolist() for place in range(start, start + context + 1)} == set(range(n)), "no token is left out for ever"
+    if n > 2 * context:
+        assert {starts.min().item() % context for starts in many} == set(range(context)), "every cut comes"
+
+
+def test_every_epoch_has_its_own_order_and_its_own_cuts():
+    first, second = epoch_starts(1000, 10, 0, 5), epoch_starts(1000, 10, 1, 5)
+    assert first.min() != second.min()
+    assert not torch.equal((first - first.min()).argsort(), (second - second.min()).argsort())
+    assert not torch.equal(first, first.sort().values) and not torch.equal(second, second.sort().values)
+    assert not torch.equal(first, epoch_starts(1000, 10, 0, 6)), "the seed decides, too"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13, 31])
+def test_how_many_are_asked_for_at_once_does_not_change_the_order(size):
+    ids, before = random_ids(100), torch.get_rng_state()
+    whole = epoch_batch(ids, 60, 7, 0, 3)
+    pieces = [epoch_batch(ids, size, 7, already, 3) for already in range(0, 60, size)]
+    for one, parts in zip(whole, zip(*pieces)):
+        assert torch.equal(torch.cat(parts)[:60], one)
+    expected = torch.cat([epoch_starts(100, 7, epoch, 3) for epoch in range(5)])[:60]
+    assert torch.equal(whole[0], torch.stack([ids[start : start + 7] for start in expected]))
+    assert torch.equal(whole[1], torch.stack([ids[start + 1 : start + 8] for start in expected]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_a_stream_that_is_too_short_for_an_epoch_is_refused(n):
+    with pytest.raises(ValueError, match=rf"ids holds {n} tokens.*context_length=4 needs 5"):
+        epoch_batch(torch.arange(n), 2, 4, 0, 0)
+
+
+# --- vectors from counts ------------------------------------------------------------------------------------------------------------------
+
+
+def table_of_counts(ids, vocab, window):
+    "The same by loops."
+    table = np.zeros((vocab, 2 * window * vocab))
+    for place in range(1, window + 1):
+        for i in range(len(ids) - place):
+            table[ids[i], ids[i + place] + 2 * (place - 1) * vocab] += 1
+            table[ids[i + place], ids[i] + (2 * (place - 1) + 1) * vocab] += 1
+    return table
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_neighbours_are_counted_on_both_sides_at_every_distance(window):
+    ids = random_ids(200, seed=1, vocab=9)
+    rows, columns, counts = neighbour_counts(ids, 9, window)
+    table = np.zeros((9, 18 * window))
+    table[rows.numpy(), columns.numpy()] = counts.numpy()
+    assert len(rows) == (table > 0).sum(), "each pair is listed once"
+    np.testing.assert_array_equal(table, table_of_counts(ids.tolist(), 9, window))
+    assert counts.sum() == sum(2 * (200 - place) for place in range(1, window + 1))
+
+
+def skewed_ids(n, vocab, seed=0):
+    "Some tokens often, some seldom, and not independent."
+    generator = seeded(seed)
+    ids = (torch.rand(n, generator=generator) ** 2 * vocab).long()
+    follows = torch.rand(n - 1, generator=generator) < 0.5
+    return torch.cat([ids[:1], torch.where(follows, (ids[:-1] * 7 + 1) % vocab, ids[1:])])
+
+
+@pytest.mark.parametrize("window, d_model", [(1, 6), (2, 6), (2, 12)])
+def test_the_vectors_are_those_of_an_exact_factorisation(window, d_model):
+    vocab, ids = 30, skewed_ids(3000, 30)
+    counts = table_of_counts(ids.tolist(), vocab, window)
+    assert (counts.sum(1) > 0).all()
+    shares = counts.sum(0) ** 0.75 / (counts.sum(0) ** 0.75).sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = np.where(counts > 0, np.maximum(np.log(counts / (counts.sum(1, keepdims=True) * shares)), 0), 0)
+    left, sizes, _ = np.linalg.svd(surprise, full_matrices=False)
+    expected = left[:, :d_model] * np.sqrt(sizes[:d_model])
+    expected *= 0.02 * math.sqrt(d_model) / np.linalg.norm(expected, axis=1, keepdims=True)
+    vectors = embedding_from_counts(ids, vocab, d_model, window).numpy()
+    np.testing.assert_allclose(vectors @ vectors.T, expected @ expected.T, atol=2e-3 * 0.02**2 * d_model)  # directions have no sign
+
+
+def test_a_few_random_directions_find_the_best_ones():
+    "More columns than directions, and singular values that fall slowly: what a few rounds are for."
+    generator = seeded(0)
+    some = torch.randn(300, 300, generator=generator) * torch.arange(1, 301) ** -1.0 @ torch.randn(300, 400, generator=generator) / 20
+    left, sizes, _ = torch.linalg.svd(some)
+    ours, best = leading_directions(some.to_sparse(), 3, seeded(1)), (left[:, :3] * sizes[:3]) @ left[:, :3].T
+    assert (ours @ ours.T - best).norm() < 1e-4 * best.norm()
+
+
+@pytest.mark.parametrize("vocab, d_model, std", [(30, 12, 0.02), (30, 40, 0.5), (400, 16, 1.0)])
+def test_vectors_have_the_shape_and_the_size_that_were_asked_for(vocab, d_model, std):
+    vectors = embedding_from_counts(skewed_ids(3000, 30), vocab, d_model, std=std)
+    assert vectors.shape == (vocab, d_model) and vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.square().mean(1).sqrt(), torch.full((vocab,), std), atol=1e-5 * std, rtol=1e-4)
+
+
+def test_a_token_that_does_not_occur_gets_a_vector_like_the_others():
+    vectors = embedding_from_counts(skewed_ids(2000, 30), 60, 16)
+    assert vectors.isfinite().all()
+    absent = F.normalize(vectors[30:], dim=1)
+    assert (absent @ absent.T - torch.eye(30)).abs().max() < 0.9, "and each its own"
+
+
+def test_counting_depends_on_the_stream_and_the_seed_alone(tmp_path):
+    ids, before = skewed_ids(2000, 30), torch.get_rng_state()
+    write_tokens(tmp_path / "ids.bin", [ids.tolist()], 30)
+    one, other = embedding_from_counts(ids, 30, 8), embedding_from_counts(open_tokens(tmp_path / "ids.bin", 30), 30, 8)
+    assert torch.equal(one, other) and torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one, embedding_from_counts(ids, 30, 8, seed=1))
+
+
+@pytest.mark.parametrize("n, window, error, message", [(2, 2, ValueError, "ids holds 2 tokens; window=2 needs 3"), (9, 0, ValueError, "window=0"), (9, 1.5, TypeError, "window=1.5")])
+def test_too_little_to_count_in_is_refused(n, window, error, message):
+    with pytest.raises(error, match=message):
+        embedding_from_counts(torch.arange(n), 9, 4, window)
+
+
+def test_words_of_one_use_come_together():
+    "Two words that never meet, with the same company, point the same way; a third does not."
+    pattern = [[0, 1, 2], [0, 3, 2], [4, 5, 6]]
+    ids = torch.tensor([id for row in torch.randint(3, (400,), generator=seeded()).tolist() for id in pattern[row]])
+    vectors = F.normalize(embedding_from_counts(ids, 7, 4, window=1), dim=1)
+    assert vectors[1] @ vectors[3] > 0.95 and vectors[1] @ vectors[5] < 0.7
 
 
 # --- token files --------------------------------------------------------------------------------------------------------------------------
@@ -314,7 +452,7 @@ def test_fields_and_defaults():
     assert dataclasses.asdict(config) == dict(
         steps=3, batch_size=2, context_length=8, lr=1e-3, min_lr=0.0, warmup_steps=0, hold_steps=0, grad_accumulation=1, weight_decay=0.1, betas=(0.9, 0.95),
         clip_norm=1.0, optimizer="adamw", muon_lr=0.02, precision="fp32", compile=False, seed=0, eval_every=0, eval_tokens=None,
-        checkpoint_every=0, keep_checkpoints=2)
+        checkpoint_every=0, keep_checkpoints=2, windows="anywhere", count_first=False)
 
 
 COUNTS = {"steps": 1, "batch_size": 1, "context_length": 1, "grad_accumulation": 1, "keep_checkpoints": 1,
@@ -327,8 +465,9 @@ WRONG = [
     *[(name, value, TypeError) for name in ("lr", "muon_lr", "min_lr", "weight_decay", "clip_norm") for value in ("1", None, True)],
     *[("betas", value, ValueError) for value in ((0.9,), (0.9, 0.95, 0.99), (0.9, 1), (-0.1, 0.9), (0.9, math.nan), ())],
     *[("optimizer", value, ValueError) for value in ("sgd", "", None, "AdamW")],
+    *[("windows", value, ValueError) for value in ("epoch", "", None)],
     *[("precision", value, ValueError) for value in ("float32", "fp8", None)],
-    *[("compile", value, TypeError) for value in (1, "yes", None)],
+    *[(name, value, TypeError) for name in ("compile", "count_first") for value in (1, "yes", None)],
     ("min_lr", 0.011, ValueError),
 ]
 
@@ -968,6 +1107,15 @@ def test_dropout_does_not_change_which_windows_are_seen():
     for _ in range(3):
         run.update(ids)
     assert all(torch.equal(x, sample_batch(ids, 2, T, generator)[0]) for x in seen) and len(seen) == 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_updates_with_epochs_read_the_stream_from_where_the_last_one_stopped(accumulation):
+    run, ids, seen = Run(build(), settings_of(windows="epochs", seed=4, grad_accumulation=accumulation)), random_ids(90), []
+    run.model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for _ in range(7):
+        run.update(ids)
+    assert torch.equal(torch.cat(seen), epoch_batch(ids, 7 * 2 * accumulation, T, 0, 4)[0])
 
 
 def poison(run, how):
