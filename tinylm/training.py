@@ -28,6 +28,7 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ def check_long_enough(n, context_length):
     if n <= context_length:
         raise ValueError(f"ids holds {n} tokens; a window of context_length={context_length} needs {context_length + 1}")
 
-
+# %% ../nbs/06_training.ipynb #8bcb4eb1
 def sample_batch(
     ids,  # the token stream (n,): an integer tensor or a numpy array, also one that is mapped from disk
     batch_size: int,  # B
@@ -82,6 +83,7 @@ def windows_of_an_epoch(n, context_length):
     return max(1, (n - 1) // context_length - 1)
 
 
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
 def epoch_starts(
     n: int,  # tokens in the stream
     context_length: int,  # T
@@ -94,7 +96,7 @@ def epoch_starts(
     first = torch.randint(n - windows * T, (), generator=generator)
     return first + T * torch.randperm(windows, generator=generator)
 
-
+# %% ../nbs/06_training.ipynb #8e5716cf
 def epoch_batch(
     ids,  # the token stream (n,), as for sample_batch
     batch_size: int,  # B
@@ -105,9 +107,8 @@ def epoch_batch(
     "The next B windows of a reading that takes every window once before any comes again. `ValueError` if n ≤ T."
     check_long_enough(len(ids), context_length)
     windows = windows_of_an_epoch(len(ids), context_length)
-    rows = [divmod(row, windows) for row in range(already, already + batch_size)]
-    orders = {epoch: epoch_starts(len(ids), context_length, epoch, seed) for epoch in {epoch for epoch, _ in rows}}
-    return windows_at(ids, torch.stack([orders[epoch][place] for epoch, place in rows]), context_length)
+    starts = [epoch_starts(len(ids), context_length, row // windows, seed)[row % windows] for row in range(already, already + batch_size)]
+    return windows_at(ids, torch.stack(starts), context_length)
 
 # %% ../nbs/06_training.ipynb #92f8b7a5
 IGNORE = -100  # a target that does not count
@@ -1182,7 +1183,7 @@ def embedding_from_counts(
     vectors = vectors + 1e-4 * torch.randn(vocab_size, d_model, generator=generator)  # a token that does not occur gets some direction
     return vectors * (std * d_model**0.5 / vectors.norm(dim=1, keepdim=True))
 
-
+# %% ../nbs/06_training.ipynb #5faab777
 def begin_with_counts(
     model: TransformerLM,  # before its first update; changed in place
     train_ids,  # the text it will be trained on
