@@ -90,8 +90,9 @@ def exact(llama):
     "The same Llama, kept in float64 throughout: norms and rotary table are the two places where the library goes to float32."
     for parent in llama.modules():
         for name, module in list(parent.named_children()):
-            if type(module).__name__ == "LlamaRMSNorm":
+            if type(module).__name__.endswith("RMSNorm"):  # Llama's, Mistral's, Qwen 2's
                 setattr(parent, name, nn.RMSNorm(len(module.weight), module.variance_epsilon))
+                getattr(parent, name).weight = module.weight
     config = llama.config
     llama.model.rotary_emb = ExactRotary(config.hidden_size // config.num_attention_heads, config.rope_parameters["rope_theta"])
     return llama.double()

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
 CHAPTERS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.name)]
-FULL_CHAPTERS = [path for path in CHAPTERS if path.stem[:2] in {"00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "11", "13"}]
+FULL_CHAPTERS = [path for path in CHAPTERS if path.stem[:2] in {"00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "13"}]
 HANDWRITTEN = {"__init__.py", "__main__.py", "_modidx.py"}
 LEAVES = {"figures", "exercises", "kv_cache"}  # import nothing from tinylm, may be imported from anywhere
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

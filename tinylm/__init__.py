@@ -10,6 +10,7 @@ _HOME = {
     "KVCache": "tinylm.kv_cache",
     "generate": "tinylm.sampling",
     "load_checkpoint": "tinylm.training",
+    "load_pretrained": "tinylm.pretrained",
 }
 __all__ = list(_HOME)
 
