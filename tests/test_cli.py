@@ -843,8 +843,8 @@ def test_bench_does_not_time_a_cache_that_lies(short_tiny, monkeypatch):
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
-def test_there_are_six_commands_and_help_names_them():
-    assert set(COMMANDS) == {"demo", "train", "books", "eval", "sample", "bench"}
+def test_there_are_seven_commands_and_help_names_them():
+    assert set(COMMANDS) == {"demo", "train", "books", "eval", "sample", "student", "bench"}
     ended = tinylm("--help")
     assert ended.code == 0 and all(re.search(rf"^  {name}  +\S", ended.out, re.M) for name in COMMANDS)
 
@@ -876,7 +876,7 @@ def test_of_an_error_its_first_words_are_said(text, said, monkeypatch, run):
 
 def test_torchrun_is_for_train_alone(tmp_path, monkeypatch, run):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for line in (["demo", "--out", tmp_path / "demo"], ["eval", "--run", run, "--text", tmp_path], ["sample", "--run", run], ["bench"], ["books", "--out", tmp_path / "books"]):
+    for line in (["demo", "--out", tmp_path / "demo"], ["eval", "--run", run, "--text", tmp_path], ["sample", "--run", run], ["bench"], ["student"], ["books", "--out", tmp_path / "books"]):
         assert "only train" in refused(*line)
     assert list(tmp_path.iterdir()) == []
 

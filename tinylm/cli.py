@@ -8,8 +8,9 @@ __all__ = ['app', 'MISTAKES', 'GUTENBERG', 'RUN_FILES', 'PATIENCE', 'TEXT_HELP',
            'plain_text', 'read_bytes', 'text_files', 'Documents', 'split_documents', 'vocabulary_size', 'count_bytes',
            'prepare_run', 'devices', 'choose_device', 'check_new', 'is_first', 'one_voice', 'stoppable', 'how_to_go_on',
            'pasteable', 'each_document', 'run_training', 'score_line', 'start_run', 'resume_run', 'planned_steps',
-           'refuse_all_but', 'train', 'model_shape', 'books', 'evaluate_run', 'loaded', 'sample', 'to_bench', 'timed',
-           'bench', 'clear_demo', 'ladder', 'report', 'leaks', 'compare', 'write_stories', 'show_stories', 'demo']
+           'refuse_all_but', 'train', 'model_shape', 'books', 'evaluate_run', 'loaded', 'sample', 'student', 'to_bench',
+           'timed', 'bench', 'clear_demo', 'ladder', 'report', 'leaks', 'compare', 'write_stories', 'show_stories',
+           'demo']
 
 # %% ../nbs/13_command_line.ipynb #d3aaf5e4
 import io
@@ -32,6 +33,7 @@ import typer
 from .benchmark import SETUPS, benchmark_generation, plot_results, results_table, save_results, setup_for
 from .corpus import KnownEntropyLanguage, NGram, clean_book, gutenberg
 from .distributed import LostProcess, join, own_device, processes_started
+from .exercises import without_solutions
 from .sampling import generate
 from .tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 from .training import (ONE, OPTIMIZERS, WINDOWS, OneProcess, RunFolder, TrainConfig, evaluate, find_checkpoint, load_checkpoint, open_tokens, plot_log,
@@ -473,6 +475,25 @@ def sample(
     generate(model, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
              stop_ids=(tokenizer.eot_id,), generator=torch.Generator(model.device).manual_seed(seed), overflow="slide", on_token=show)
     typer.echo(decoder.flush())
+
+# %% ../nbs/13_command_line.ipynb #6f884739
+@app.command()
+def student(
+    nbs: Path = typer.Option(Path("nbs"), metavar="PATH", help="Folder with the notebooks, as in a checkout."),
+    out: Path = typer.Option(Path("student"), help="Folder to fill; beside nbs the pages find the logs and pictures they show."),
+):
+    "Copy the notebooks without the solutions of their exercises."
+    notebooks = sorted(nbs.glob("*.ipynb")) if nbs.is_dir() else []
+    if not notebooks:
+        raise UserError(f"{nbs} holds no notebooks: run this in a checkout of the course, or name their folder with --nbs")
+    check_new(out, set())
+    out.mkdir(parents=True, exist_ok=True)
+    if (nbs / "images").is_dir():
+        shutil.copytree(nbs / "images", out / "images")
+    for path in notebooks:
+        page = without_solutions(json.loads(path.read_text(encoding="utf-8")))
+        (out / path.name).write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    typer.echo(f"{out}: {len(notebooks)} notebooks, ready to be filled in")
 
 # %% ../nbs/13_command_line.ipynb #f67cfb1f
 def to_bench(
