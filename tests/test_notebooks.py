@@ -13,12 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
 CHAPTERS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.name)]
-FULL_CHAPTERS = [path for path in CHAPTERS if path.stem[:2] in {"00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "13"}]
 HANDWRITTEN = {"__init__.py", "__main__.py", "_modidx.py"}
 LEAVES = {"figures", "exercises", "kv_cache"}  # import nothing from tinylm, may be imported from anywhere
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 by_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-by_full_chapter = pytest.mark.parametrize("path", FULL_CHAPTERS, ids=lambda path: path.stem)
 
 
 def cells(path, kind=None):
@@ -122,7 +120,7 @@ def test_the_project_speaks_of_itself_alone(path):
         assert not re.search(word, text), word
 
 
-@by_full_chapter
+@by_chapter
 def test_a_chapter_has_its_parts(path):
     prose = "\n".join(source(cell) for cell in cells(path, "markdown"))
     code = "\n".join(source(cell) for cell in cells(path, "code"))
