@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tinylm import benchmark
+from tinylm import benchmark, sampling
 from tinylm.benchmark import (SETUPS, CacheMismatch, Machine, Result, Samples, benchmark_generation, check_cache, device_sync, generate_carelessly,
                               lengths_to_time, load_results, machine_facts, measure_machine, plot_results, predict_generation, predict_step,
                               results_table, save_results, setup_for, spread_text, step_bytes, step_flops, time_calls, time_once, weights_of_a_step)
 from tinylm.kv_cache import KVCache
-from tinylm.sampling import generate
+from tinylm.sampling import decoding_twin, generate
 from tinylm.transformer import ModelConfig, TransformerLM
 
 FIVE = (5.0, 0.1, 0.1, 0.1, 0.4)  # the first one compiles, the last one was disturbed
@@ -68,11 +68,11 @@ def tiny(kind=TransformerLM, **fields):
 
 
 class Nudged(TransformerLM):
-    "A thousandth more on every logit of a cached decode step: no token can change."
+    "Every logit of a cached decode step a thousandth larger: no token can change. `generate` meets it in `hidden`."
 
-    def forward(self, ids, *, cache=None, **options):
+    def hidden(self, ids, *, cache=None, **options):
         decoding = cache is not None and cache.length > 0
-        return super().forward(ids, cache=cache, **options) + 1e-3 * decoding
+        return super().hidden(ids, cache=cache, **options) * (1 + 1e-3 * decoding)
 
 
 class Forgetful(TransformerLM):
@@ -183,11 +183,11 @@ def test_the_gate_lets_the_right_model_pass_and_tells_the_difference(dtype, posi
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     error = check_cache(model, ids, 6)
     text = generate(model, ids, 6)[:, :-1]
-    cache, parts = KVCache.for_model(model, 2, 8), []
-    with torch.no_grad():
+    writer, cache, parts = decoding_twin(model, 6), KVCache.for_model(model, 2, 8), []
+    with torch.inference_mode():
         for part in text.split([3, 1, 1, 1, 1, 1], dim=1):
-            parts.append(model(part, cache=cache))
-        assert error == (torch.cat(parts, dim=1) - model(text)).abs().max().item()
+            parts.append(model.head(writer.hidden(part, cache=cache)[:, -1:]))
+        assert error == pytest.approx((torch.cat(parts, dim=1) - model(text)[:, 2:]).abs().max().item(), abs=1e-13 if dtype == torch.float64 else 1e-6)
     assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.2)
 
 
@@ -195,8 +195,28 @@ def test_the_gate_lets_the_right_model_pass_and_tells_the_difference(dtype, posi
 def test_the_gate_refuses_logits_nudged_by_a_thousandth_though_tokens_agree(dtype):
     model, ids = tiny(Nudged).to(dtype), torch.tensor([[1, 2, 3]])
     assert generate(model, ids, 8).equal(generate(model, ids, 8, use_cache=False))
-    with pytest.raises(CacheMismatch, match=r"logits differ by 1\.0e-03"):
+    with torch.no_grad():
+        largest = model(generate(model, ids, 8)[:, :-1])[:, 3:].abs().max().item()  # the first word is chosen by the prefill
+    with pytest.raises(CacheMismatch, match=f"logits differ by {1e-3 * largest:.1e}"):
         check_cache(model, ids, 8)
+
+
+def test_the_gate_looks_at_what_generate_writes_with(monkeypatch):
+    "The twin, not the model: a norm that is slightly wrong there is in no pass of the model itself."
+    model, ids, real = tiny(), torch.tensor([[1, 2, 3]]), sampling.one_row_rms_norm
+    monkeypatch.setattr(sampling, "one_row_rms_norm", lambda norm: lambda x: real(norm)(x) * 1.001)
+    assert generate(model, ids, 8).equal(generate(model, ids, 8, use_cache=False))
+    with pytest.raises(CacheMismatch, match="logits differ by"):
+        check_cache(model, ids, 8)
+
+
+def test_the_careless_rival_must_write_the_same_text(monkeypatch):
+    model, ids, clock = tiny(), torch.tensor([[1, 2, 3]]), Ticking()
+    check_cache(model, ids, 5, careless=True)
+    monkeypatch.setattr(benchmark, "generate_carelessly", lambda model, ids, new_tokens: ids)  # very fast
+    with pytest.raises(CacheMismatch, match="the careless rival writes another text"):
+        benchmark_generation(model, 3, 5, careless=True, clock=clock)
+    assert clock.looks == 0 and benchmark_generation(model, 3, 5, repeats=1, clock=clock)[0].careless is None
 
 
 def test_the_gate_refuses_other_tokens_and_says_from_where():
@@ -207,21 +227,24 @@ def test_the_gate_refuses_other_tokens_and_says_from_where():
         check_cache(model, ids, 8)
 
 
-def test_the_gate_refuses_nan_logits():
+def test_the_gate_refuses_nan_logits(monkeypatch):
     class Broken(TransformerLM):
-        def forward(self, ids, *, cache=None, **options):
-            return super().forward(ids, cache=cache, **options) * (math.nan if cache is not None else 1.0)
+        def hidden(self, ids, *, cache=None, **options):
+            return super().hidden(ids, cache=cache, **options) * (math.nan if cache is not None and cache.length else 1.0)
 
+    model, ids = tiny(Broken), torch.tensor([[1, 2, 3]])
+    monkeypatch.setattr(benchmark, "generate", lambda model, ids, new_tokens, use_cache=True: torch.cat((ids, ids.new_zeros(1, new_tokens)), dim=1))
     with pytest.raises(CacheMismatch, match="logits differ by nan"):
-        check_cache(tiny(Broken), torch.tensor([[1, 2, 3]]), 4)
+        check_cache(model, ids, 4)
 
 
 def test_rounding_that_is_allowed_grows_with_the_logits():
-    class Loud(Nudged):
-        def forward(self, ids, **options):
-            return super().forward(ids, **options) + 1000.0
+    class Loud(TransformerLM):
+        def hidden(self, ids, *, cache=None, **options):
+            decoding = cache is not None and cache.length > 0
+            return super().hidden(ids, cache=cache, **options) * 1e4 * (1 + 3e-6 * decoding)
 
-    assert check_cache(tiny(Loud), torch.tensor([[1, 2, 3]]), 4) == pytest.approx(1e-3, rel=0.1)  # 1e-6 of a logit of 1000
+    assert check_cache(tiny(Loud), torch.tensor([[1, 2, 3]]), 4) > 1e-3  # a few millionths of logits that are thousands
 
 
 @pytest.mark.parametrize("kind", [Nudged, Forgetful])
@@ -247,6 +270,22 @@ def test_only_new_tokens_count_whatever_the_prompt():
     for result in results:
         for kind in ("cached", "uncached"):
             assert result.rate(kind).values == pytest.approx((result.new_tokens / 0.01,) * 3)
+
+
+def test_a_speed_that_was_not_measured_is_refused():
+    (result,) = benchmark_generation(tiny(), 2, 5, repeats=2, clock=Ticking(), sync=lambda: None)
+    for kind, complaint in (("prefill", "a wait, not a speed"), ("careless", "'careless' was not measured"), ("fast", "'fast' was not measured")):
+        with pytest.raises(ValueError, match=complaint):
+            result.rate(kind)
+    with pytest.raises(ValueError, match="'careless' was not measured"):
+        result.speedup("careless")
+    assert result.speedup("prefill").n == 2  # of waits there is a ratio
+
+
+def test_repeats_are_refused_before_the_gate():
+    for options, error in ((dict(repeats="9"), TypeError), (dict(warmup=-1), ValueError)):
+        with pytest.raises(error, match="repeats|warmup"):
+            benchmark_generation(tiny(Forgetful), 3, 8, **options)  # which would not pass the gate
 
 
 def test_tokens_of_all_rows_count():

@@ -431,8 +431,47 @@ def test_a_folder_of_something_else_is_left_alone(command, stories, tmp_path):
     (tmp_path / "diary.txt").write_text("dear", encoding="utf-8")
     (tmp_path / "tokens").mkdir()
     words = ["--text", stories, *SMALL] if command == "train" else []
-    assert "holds diary.txt" in refused(command, *words, "--steps", 1, "--out", tmp_path)
+    assert "already holds diary.txt" in refused(command, *words, "--steps", 1, "--out", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"diary.txt", "tokens"}
+
+
+def test_what_a_file_manager_leaves_is_in_nobodys_way(tmp_path):
+    (tmp_path / ".DS_Store").touch()
+    assert cli.check_new(tmp_path) is None
+    cli.clear_demo(tmp_path, 5, 0)
+    (tmp_path / "Thumbs.db").touch()
+    cli.clear_demo(tmp_path, 5, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"demo.json"}
+
+
+def test_a_demo_that_was_trained_on_is_not_deleted(tmp_path):
+    cli.clear_demo(tmp_path, 5, 0)
+    training.write_json(tmp_path / "config.json", dict(train=dict(steps=5)))
+    cli.clear_demo(tmp_path, 5, 0)  # an ordinary demo goes
+    training.write_json(tmp_path / "config.json", dict(train=dict(steps=50_000)))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(cli.UserError, match="holds a demo that was trained on"):
+        cli.clear_demo(tmp_path, 5, 0)
+    assert (tmp_path / "checkpoints").exists()
+
+
+def test_a_rate_without_use_is_refused(stories, tmp_path):
+    line = ("train", "--text", stories, *SMALL, "--steps", 1, "--out", tmp_path / "run", "--optimizer", "adamw")
+    assert "--muon-lr has no meaning with --optimizer adamw" in refused(*line, "--muon-lr", 9)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error, said", [
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "out of memory"),
+    (RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found in"), "--compile needs a C++ compiler"),
+    (MemoryError(), "MemoryError"),
+])
+def test_too_little_memory_and_a_missing_compiler_are_one_line(run, monkeypatch, error, said):
+    def fails(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "load_checkpoint", fails)
+    assert said in refused("sample", "--run", run)
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
@@ -829,10 +868,10 @@ def test_bench_refuses_before_it_measures(words, said, run, tmp_path, monkeypatc
 
 
 def test_bench_does_not_time_a_cache_that_lies(short_tiny, monkeypatch):
-    def lies(self, ids, *, cache=None, forward=TransformerLM.forward, **options):
-        return forward(self, ids, cache=cache, **options) + (1e-3 if cache is not None else 0.0)
+    def lies(self, ids, *, cache=None, hidden=TransformerLM.hidden, **options):
+        return hidden(self, ids, cache=cache, **options) * (1.001 if cache is not None else 1.0)
 
-    monkeypatch.setattr(TransformerLM, "forward", lies)
+    monkeypatch.setattr(TransformerLM, "hidden", lies)
     monkeypatch.setattr(cli, "results_table", lambda results: pytest.fail("timed"))
     with pytest.raises(benchmark.CacheMismatch, match="nothing is timed"), contextlib.redirect_stderr(io.StringIO()):
         cli.main(["bench", "--preset", "tiny", "--device", "cpu"])

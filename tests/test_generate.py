@@ -486,6 +486,8 @@ REFUSED = {
     "pad id float": (dict(stop_ids=[3], pad_id=0.0), TypeError, "pad_id=[0.0]"),
     "generators too few": (dict(generator=[seeded(0)]), ValueError, "generator holds 1"),
     "generator twice": (dict(generator=[seeded(0)] * 2), ValueError, "generator holds one generator twice"),
+    "no generators": (dict(generator=[None, None]), TypeError, "generator must be a torch.Generator, a list of them or None; got NoneType"),
+    "mask of stops": (dict(stop_ids=torch.tensor([False, True]), pad_id=0), TypeError, "stop_ids=[False, True] must hold token ids"),
     "generator a seed": (dict(generator=7), TypeError, "generator must be a torch.Generator"),
     "generators seeds": (dict(generator=[7, 8]), TypeError, "generator must be a torch.Generator"),
     "cache unwanted": (dict(use_cache=False, cache=KVCache(3, 2, 4, LIMIT, 6)), ValueError, "use_cache=False"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinylm.kv_cache import KVCache
+from tinylm.kv_cache import KVCache, logits_in_pieces
 from tinylm.transformer import ModelConfig, TransformerLM, kite_model
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
@@ -326,6 +326,17 @@ def test_a_bad_reorder_is_refused_and_changes_nothing(index, error):
     with pytest.raises(error, match="index"):
         cache.reorder(torch.tensor(index))
     assert_holds(cache, held)
+
+
+@pytest.mark.parametrize("index", [None, 1, "01"])
+def test_what_is_no_list_of_rows_is_a_type_error(index):
+    with pytest.raises(TypeError, match="index must be a tensor of row numbers"):
+        new_cache().reorder(index)
+
+
+def test_sizes_may_come_one_by_one():
+    model, ids = kite_model(), torch.tensor([[0, 1, 3, 2, 4, 1]])
+    assert torch.equal(logits_in_pieces(model, ids, iter([4, 2])), logits_in_pieces(model, ids, [4, 2]))
 
 
 @pytest.mark.parametrize("index", [torch.tensor([1, 0], dtype=torch.int16), torch.tensor([1, 0], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.int32), [1, 0]], ids=str)

@@ -465,8 +465,10 @@ def test_eps_must_be_positive(norm, eps):
 def test_widths_must_be_positive(width):
     for make, name in ((LayerNorm, "dim"), (RMSNorm, "dim"), (lambda w: GELUFeedForward(w, 4), "d_model"), (lambda w: GELUFeedForward(4, w), "d_ff"),
                        (lambda w: SwiGLUFeedForward(w, 4), "d_model"), (lambda w: SwiGLUFeedForward(4, w), "d_ff")):
-        with pytest.raises(ValueError, match=f"{name}={width} must be above 0"):
+        with pytest.raises(ValueError, match=f"{name}={width} must be at least 1"):
             make(width)
+        with pytest.raises(TypeError, match=rf"{name}=8\.5 must be a whole number"):
+            make(8.5)
 
 
 LAYERS = [LayerNorm(4), RMSNorm(4), GELUFeedForward(4, 8), SwiGLUFeedForward(4, 8)]

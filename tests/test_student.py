@@ -102,7 +102,7 @@ def test_the_command_copies_every_notebook_and_picture(tmp_path, capsys):
     assert f"{out}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line, said", [(["--nbs", "nowhere"], "nowhere holds no notebooks"), (["--out", "full"], "full holds a.txt")])
+@pytest.mark.parametrize("line, said", [(["--nbs", "nowhere"], "nowhere holds no notebooks"), (["--out", "full"], "full already holds a.txt")])
 def test_the_command_refuses_what_it_cannot_do(line, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()

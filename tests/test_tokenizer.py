@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinylm.corpus import KnownEntropyLanguage, gutenberg
-from tinylm.tokenizer import (BYTE_ORDER, ByteBPE, StreamDecoder, Tokenizer, check_text, from_printable, printable,
+from tinylm.tokenizer import (BYTE_ORDER, ByteBPE, StreamDecoder, Tokenizer, byte_level_backend, check_text, from_printable, printable,
                               split_pieces, split_specials, train_tokenizer)
 
 EOT = "<|endoftext|>"
@@ -588,10 +588,22 @@ def test_files_that_are_not_gpt2s_are_named(kind, tmp_path):
         other.write_bytes(content)
         with pytest.raises(ValueError, match="encoder.json and .*other are not GPT-2's"):
             kind.from_gpt2(encoder, other)
+    for merge, extra, complaint in (("i te", ["ite"], "'te' has no id"), ("☃ a", ["☃", "☃a"], "'☃' stands for no byte")):
+        files = write_gpt2(tmp_path, [merge], ids={token: id for id, token in enumerate([*LETTERS, *extra])})
+        with pytest.raises(ValueError, match=f"encoder.json and .*vocab.bpe are not GPT-2's .*{complaint}"):
+            kind.from_gpt2(*files)
+    encoder, merges = write_gpt2(tmp_path)
     with pytest.raises(ValueError, match="not GPT-2's"):
         kind.from_gpt2(merges, encoder)  # the two in the wrong order
     with pytest.raises(FileNotFoundError, match="nothing"):
         kind.from_gpt2(tmp_path / "nothing", merges)
+
+
+def test_a_byte_that_a_vocabulary_lacks_is_refused_and_not_lost():
+    tokenizer = Tokenizer(byte_level_backend({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    assert tokenizer.encode("abba") == [2, 1, 0] and tokenizer.decode([2, 1, 0]) == "abba"
+    with pytest.raises(ValueError, match="the byte b'c', for which this vocabulary has no token"):
+        tokenizer.encode("abc")
 
 
 @pytest.fixture(scope="module")

@@ -1463,8 +1463,10 @@ def test_a_run_and_each_of_its_checkpoints_can_be_loaded(finished):
 
 def test_a_folder_that_holds_a_run_is_refused_and_stays_as_it_is(finished):
     before = {path: path.read_bytes() for path in finished.out.rglob("*") if path.is_file()}
+    model, untouched = build(), build()
     with pytest.raises(ValueError, match="holds a run already"):
-        train(build(), random_ids(40), None, settings_of(), out_dir=finished.out, progress=False)
+        train(model, random_ids(40), None, settings_of(count_first=True), out_dir=finished.out, progress=False)
+    assert_equal(dict(model.named_parameters()), dict(untouched.named_parameters()))
     assert {path: path.read_bytes() for path in finished.out.rglob("*") if path.is_file()} == before
 
 

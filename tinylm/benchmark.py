@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from .attention import check_count
-from .kv_cache import cache_error
-from .sampling import generate
+from .kv_cache import KVCache
+from .sampling import decoding_twin, generate, next_logits
 from .training import write_json
 from .transformer import ModelConfig, TransformerLM, evaluation_mode
 
@@ -202,15 +202,21 @@ def check_cache(
     model: TransformerLM,
     ids: torch.Tensor,  # prompts, int (B, P)
     new_tokens: int,  # how far to write
-) -> float:  # the largest difference of any logit
-    "`CacheMismatch` unless greedy tokens are equal and logits equal up to rounding, with and without a cache."
+    careless: bool = False,  # the careless rival of below too
+) -> float:  # the largest difference of any logit that a word was chosen by
+    "`CacheMismatch` unless greedy tokens are equal, in the careless rival too, and logits equal up to rounding, with and without a cache."
     cached, uncached = (generate(model, ids, new_tokens, use_cache=use_cache) for use_cache in (True, False))
     if not cached.equal(uncached):
         raise CacheMismatch(f"tokens differ from number {(cached != uncached).any(dim=0).nonzero()[0].item()} on: nothing is timed")
-    read = cached[:, :-1]  # the last word is never read
-    with evaluation_mode(model), torch.no_grad():
-        error = cache_error(model, read, [ids.shape[1]] + [1] * (new_tokens - 1))
-        allowed = ROUNDING.get(model.embedding.weight.dtype, 0.02) * max(1.0, model(read).abs().max().item())
+    if careless and not generate_carelessly(model, ids, new_tokens).equal(cached):
+        raise CacheMismatch("the careless rival writes another text: nothing is timed")
+    P, read = ids.shape[1], cached[:, :-1]  # the last word is never read
+    with evaluation_mode(model), torch.inference_mode():
+        writer, cache = decoding_twin(model, new_tokens), KVCache.for_model(model, *read.shape)  # as generate has them
+        said = torch.stack([next_logits(writer, read[:, :n], None, cache) for n in range(P, P + new_tokens)], dim=1)
+        expected = model(read)[:, P - 1 :]  # (B, new_tokens, V)
+        error = (said - expected).abs().max().item()
+        allowed = ROUNDING.get(model.embedding.weight.dtype, 0.02) * max(1.0, expected.abs().max().item())
     if not error <= allowed:
         raise CacheMismatch(f"logits differ by {error:.1e}, rounding explains {allowed:.1e}: nothing is timed")
     return error
@@ -242,13 +248,20 @@ class Result:
     careless: Samples | None = None  # uncached, with logits for every word; None: not measured
 
     def rate(self, kind: str = "cached") -> Samples:
-        "New tokens per second, of all rows together."
-        seconds = getattr(self, kind)
+        "New tokens per second, of all rows together. `ValueError` for the prefill, which writes one, and for what was not measured."
+        if kind == "prefill":
+            raise ValueError("kind='prefill' writes one word only: its time is a wait, not a speed")
+        seconds = self._measured(kind)
         return Samples(*(tuple(self.rows * self.new_tokens / s for s in part) for part in (seconds.values, seconds.warmup)))
 
     def speedup(self, over: str = "uncached") -> Samples:
-        "How many times faster cached is, a value for each round."
-        return Samples(tuple(slow / fast for slow, fast in zip(getattr(self, over).values, self.cached.values)))
+        "How many times faster cached is, a value for each round. `ValueError` for what was not measured."
+        return Samples(tuple(slow / fast for slow, fast in zip(self._measured(over).values, self.cached.values)))
+
+    def _measured(self, way):
+        if (found := getattr(self, way, None)) is None:
+            raise ValueError(f"{way!r} was not measured")
+        return found
 
 # %% ../nbs/09_kv_cache_benchmark.ipynb #4cd954df
 def lengths_to_time(
@@ -299,7 +312,8 @@ def benchmark_generation(
     """Greedy generation with and without a cache, timed in turns after the gate; prompts are random tokens.
 
     `CacheMismatch` if any set-up differs with and without a cache: then nothing at all is timed. Lengths that do not fit: `ValueError`."""
-    check_count("batch_size", batch_size)
+    for name, count, least in (("batch_size", batch_size, 1), ("repeats", repeats, 1), ("warmup", warmup, 0)):
+        check_count(name, count, least)
     pairs = lengths_to_time(model, prompt_lengths, new_tokens)
     model = model if device is None else model.to(device)
     generator = torch.Generator().manual_seed(0)
@@ -307,7 +321,7 @@ def benchmark_generation(
     calls = {(P, n, way): call for (P, n), ids in prompts.items() for way, call in ways_to_generate(model, ids, n, careless).items()}
     bar = tqdm(total=len(calls) * (warmup + repeats), desc="timing", unit="call", disable=not progress, dynamic_ncols=True)
     with bar, evaluation_mode(model):
-        errors = {(P, n): check_cache(model, ids, n) for (P, n), ids in prompts.items()}
+        errors = {(P, n): check_cache(model, ids, n, careless) for (P, n), ids in prompts.items()}
         seconds = time_calls(calls, repeats=repeats, warmup=warmup, clock=clock, sync=sync or device_sync(model.device), on_sample=bar.update)
     return [Result(P, n, batch_size, errors[P, n], **{way: found for (*pair, way), found in seconds.items() if (P, n) == tuple(pair)})
             for P, n in pairs]

@@ -111,11 +111,12 @@ def meet(place: torch.device, timeout: timedelta):  # the store, this process's 
 @contextmanager
 def join(
     device="cpu",  # where this process computes: "cpu", or "cuda" for one card each
-    timeout: float = 1800,  # seconds that the others may keep one waiting; a process that dies is noticed at once
+    timeout: float = 1800,  # seconds that the others may keep one waiting: at the meeting, for a message, at the parting
 ):
     """Meet the other processes that torchrun has started, and part at the end. Yields `Processes`, or `ONE` if there are no others.
 
-    gloo connects CPUs, NCCL cards. `LostProcess` if another one does not come, or has gone."""
+    gloo connects CPUs, NCCL cards. gloo notices at once when a process dies during a message. `LostProcess` if another one does not come,
+    or has gone; `ValueError` for a device that several processes cannot share."""
     if processes_started() == 1:
         yield ONE
         return

@@ -28,8 +28,8 @@ def check_fits(
     if not isinstance(new, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(new).__name__}")
     if new.shape != shape:
-        B, K, _, D = shape
-        raise ValueError(f"{name} has shape {tuple(new.shape)}; this cache takes ({B}, {K}, T, {D})")
+        B, K, T, D = shape
+        raise ValueError(f"{name} has shape {tuple(new.shape)} instead of ({B}, {K}, {'T' if name == 'k' else T}, {D})")
     if new.dtype != buffer.dtype:
         raise TypeError(f"{name} is {new.dtype}; this cache holds {buffer.dtype}")
     if new.device != buffer.device:
@@ -166,6 +166,8 @@ class KVCache:
     ):
         "Rearrange the rows of the batch, as a beam search does; rows may repeat."
         B = self.batch_size
+        if not isinstance(index, (torch.Tensor, list, tuple)):
+            raise TypeError(f"index must be a tensor of row numbers, not {type(index).__name__}")
         index = torch.as_tensor(index, device=self._keys.device)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise TypeError(f"index must hold row numbers, whole ones, not {index.dtype}")
@@ -183,10 +185,11 @@ def logits_in_pieces(
     cache: KVCache | None = None,  # an empty one to use; made for the model if None
 ) -> torch.Tensor:  # logits (B, n, V)
     "The logits of all tokens, read in several passes through one cache. `ValueError` unless the sizes make n."
+    sizes = list(sizes)
     if sum(sizes) != ids.shape[1]:
-        raise ValueError(f"sizes={list(sizes)} add up to {sum(sizes)}; there are {ids.shape[1]} tokens")
+        raise ValueError(f"sizes={sizes} add up to {sum(sizes)}; there are {ids.shape[1]} tokens")
     cache = KVCache.for_model(model, len(ids), ids.shape[1]) if cache is None else cache
-    return torch.cat([model(piece, cache=cache) for piece in ids.split(list(sizes), dim=1)], dim=1)
+    return torch.cat([model(piece, cache=cache) for piece in ids.split(sizes, dim=1)], dim=1)
 
 
 @torch.no_grad()

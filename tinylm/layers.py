@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .attention import check_count
+
 # %% ../nbs/03_layers.ipynb #1cf7b0e8
 def positive(
     name: str,  # the argument, for the message
-    value: float,  # a width or an ε
+    value: float,  # such as ε
 ) -> float:  # the same value
     "Hand `value` back if it is above 0 and finite; `ValueError` otherwise."
     if not 0 < value < math.inf:
@@ -38,8 +40,8 @@ def check_rows(
 class GELUFeedForward(nn.Module):
     """down(gelu(up(x))), GELU in GPT-2's tanh form; (…, C) -> (…, C). Source: Hendrycks & Gimpel 2016.
 
-    x in the dtype of the weights. `ValueError`: a width not above 0, an x of another width;
-    `TypeError`: an x of integers."""
+    x in the dtype of the weights. `ValueError`: a width below 1, an x of another width; `TypeError`: a width that is no whole number,
+    an x of integers."""
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class GELUFeedForward(nn.Module):
         bias: bool = False,  # on both linear maps
     ):
         super().__init__()
-        self.up_proj = nn.Linear(positive("d_model", d_model), positive("d_ff", d_ff), bias=bias)
+        check_count("d_model", d_model)
+        check_count("d_ff", d_ff)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
         self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (…, C) -> (…, C)
@@ -68,7 +72,9 @@ class SwiGLUFeedForward(nn.Module):
         bias: bool = False,  # on all linear maps
     ):
         super().__init__()
-        self.gate_up_proj = nn.Linear(positive("d_model", d_model), 2 * positive("d_ff", d_ff), bias=bias)
+        check_count("d_model", d_model)
+        check_count("d_ff", d_ff)
+        self.gate_up_proj = nn.Linear(d_model, 2 * d_ff, bias=bias)
         self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (…, C) -> (…, C)
@@ -81,7 +87,7 @@ def unit_rms(
     x: torch.Tensor,  # (…, C)
     eps: float,  # ε, keeps a row of zeros finite
 ) -> torch.Tensor:  # (…, C), in the dtype of x
-    "x / √(mean of squares + eps), each row by itself: its root mean square becomes 1."
+    "x / √(mean of squares + eps), each row by itself: its root mean square becomes 1 if it was far above √eps. Squares are taken in the dtype of x."
     return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 # %% ../nbs/03_layers.ipynb #4f92d806
@@ -96,7 +102,8 @@ class RMSNorm(nn.Module):
     """x / √(mean of squares + eps) · weight, over the last dimension. Source: Zhang & Sennrich 2019.
 
     Squares and gain in at least float32 (300² overflows float16); the output has the dtype of the input.
-    `ValueError`: dim or eps not above 0, an x of another width; `TypeError`: an x of integers."""
+    `ValueError`: dim below 1, eps not above 0, an x of another width; `TypeError`: a dim that is no whole number,
+    an x of integers."""
 
     def __init__(
         self,
@@ -104,8 +111,9 @@ class RMSNorm(nn.Module):
         eps: float = 1e-5,  # keeps a row of zeros finite
     ):
         super().__init__()
+        check_count("dim", dim)
         self.eps = positive("eps", eps)
-        self.weight = nn.Parameter(torch.ones(positive("dim", dim)))
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (…, C) -> (…, C)
         check_rows(x, len(self.weight))
@@ -122,8 +130,9 @@ class LayerNorm(nn.Module):
         bias: bool = True,  # learn a shift too
     ):
         super().__init__()
+        check_count("dim", dim)
         self.eps = positive("eps", eps)
-        self.weight = nn.Parameter(torch.ones(positive("dim", dim)))
+        self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (…, C) -> (…, C)

@@ -84,18 +84,18 @@ def check_rope_inputs(x, cos, sin):
     rows = cos.shape[:-2]  # (): the rows of the batch share their positions; (B, 1): each has its own
     fits = rows == () and x.ndim > 1 or x.ndim == 4 and rows in ((1,), (1, 1), (x.shape[0], 1))
     if not fits or D % 2 or cos.shape[-2:] != (T, D // 2) or sin.shape != cos.shape:
-        raise ValueError(f"for x {tuple(x.shape)} = (B, h, T, D), cos and sin must both be (T, D/2) "
-                         f"or (B, 1, T, D/2); got {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise ValueError(f"for x {tuple(x.shape)} = (…, T, D), cos and sin must both be (T, D/2), or for (B, h, T, D) "
+                         f"(B, 1, T, D/2); got {tuple(cos.shape)} and {tuple(sin.shape)}")
 
 # %% ../nbs/02_positions.ipynb #838dbdf7
 def apply_rope(
-    x: torch.Tensor,  # queries or keys (B, h, T, D)
+    x: torch.Tensor,  # queries or keys (…, T, D), usually (B, h, T, D)
     cos: torch.Tensor,  # (T, D/2), or (B, 1, T, D/2) where each row of a batch has its own positions
     sin: torch.Tensor,  # like cos
-) -> torch.Tensor:  # (B, h, T, D), the dtype of x
-    """Turn each pair (x_i, x_{i + D/2}) by its angle: the half-split pairs of Llama and Hugging Face.
+) -> torch.Tensor:  # the shape and dtype of x
+    """Turn each pair (x_i, x_{i + D/2}) by its angle: the half-split pairs of Hugging Face's Llama.
 
-    The score of two turned vectors depends only on the distance of their positions. Computed in the
+    The score of two turned vectors depends only on the offset m − n of their positions. Computed in the
     wider dtype of x and the table. A table that does not fit: `ValueError`; integers: `TypeError`.
     Source: Su et al. 2021, RoFormer.
     """

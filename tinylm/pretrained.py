@@ -7,8 +7,8 @@ __all__ = ['LLAMA_LAYER', 'GPT2_LAYER', 'NAMES', 'NO_WEIGHTS', 'FAMILIES', 'MUST
            'CONTROL', 'name_table', 'heap_of', 'take', 'translate', 'Settings', 'refuse_strangers', 'rotary_base',
            'longest_text', 'llama_fields', 'gpt2_fields', 'biased_parts', 'model_config', 'from_state_dict',
            'half_split_rows', 'neighbour_rows', 'watched', 'relative_difference', 'compare_layers', 'first_difference',
-           'read_json', 'read_folder_tokenizer', 'read_folder', 'llama_name', 'gguf_settings', 'gguf_tokenizer',
-           'gguf_tensors', 'read_gguf', 'load_pretrained', 'attention_maps', 'previous_word_score', 'recall_score']
+           'read_folder_tokenizer', 'read_folder', 'llama_name', 'gguf_settings', 'gguf_tokenizer', 'gguf_tensors',
+           'read_gguf', 'load_pretrained', 'attention_maps', 'previous_word_score', 'recall_score']
 
 # %% ../nbs/10_pretrained.ipynb #d34ac8a9
 import json
@@ -22,7 +22,7 @@ import torch
 
 from .attention import attention_scores, causal_mask, masked_softmax
 from .tokenizer import Tokenizer, byte_level_backend
-from .training import CheckpointError, copy_weights, read_tensors
+from .training import CheckpointError, copy_weights, read_json, read_tensors
 from .transformer import ModelConfig, TransformerLM, evaluation_mode
 
 # %% ../nbs/10_pretrained.ipynb #d6afbf9e
@@ -277,14 +277,6 @@ def first_difference(
     return next((name for name, difference in differences.items() if not difference <= tolerance), None)
 
 # %% ../nbs/10_pretrained.ipynb #87c20852
-def read_json(path) -> dict:
-    "`CheckpointError`, naming the file, if it is no JSON."
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
 def read_folder_tokenizer(folder: Path) -> Tokenizer:
     "tokenizer.json, or the older pair vocab.json and merges.txt."
     if (folder / "tokenizer.json").is_file():

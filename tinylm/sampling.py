@@ -101,7 +101,7 @@ def penalize_repetition(
     """Divide a positive logit by `penalty`, multiply a negative one, once for every id that occurs.
 
     `ValueError` for a penalty that is not positive and finite, ids outside 0 … V − 1, or rows that do not match; `TypeError` for
-    ids that are no integers. Source: Keskar et al. 2019.
+    ids that are no integers. Source: Keskar et al. 2019, who divide every logit; the sign rule is that of later programs.
     """
     check_logits(logits)
     check_number("repetition_penalty", penalty, lambda penalty: 0 < penalty < math.inf, "positive and finite")
@@ -171,7 +171,7 @@ def draw(
 ) -> torch.Tensor:  # ids (B,)
     "One token a row."
     if isinstance(generator, (list, tuple)):
-        return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generator)])
+        return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generator, strict=True)])
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
@@ -263,7 +263,7 @@ def twin(
 def one_row_linear(
     linear: nn.Linear,  # its matrix (out, in) is copied now; later changes are not seen
 ):  # its twin
-    "The twin of a linear layer whose matrix lies column by column in memory, if columns are the longer ones."
+    "The twin of a linear layer whose matrix lies column by column in memory, if its columns are at least as long as its rows."
     light = twin(linear)
     if linear.out_features >= linear.in_features:
         vars(light)["weight"] = linear.weight.t().contiguous().t()  # (out, in)
@@ -346,7 +346,10 @@ def token_ids(
 ) -> list:  # of int
     "The ids as a list; `TypeError` if they are no whole numbers, `ValueError` if one is outside the vocabulary."
     try:
-        found = [operator.index(i) for i in (ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids)]
+        ids = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        if any(isinstance(i, bool) for i in ids):  # a mask is no list of ids
+            raise TypeError
+        found = [operator.index(i) for i in ids]
     except TypeError:
         raise TypeError(f"{name}={ids!r} must hold token ids, whole numbers") from None
     for i in found:
@@ -369,13 +372,13 @@ def check_generators(generator, B, device):
     several = isinstance(generator, (list, tuple))
     if several and len(generator) != B:
         raise ValueError(f"generator holds {len(generator)} generators; this batch has {B} rows")
-    if several and len({id(g) for g in generator}) != B:
-        raise ValueError("generator holds one generator twice; each row needs its own, with its own seed")
     for g in generator if several else [] if generator is None else [generator]:
         if not isinstance(g, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, a list of them or None; got {type(g).__name__}")
         if g.device.type != device.type:
             raise ValueError(f"generator is on {g.device}; the model draws on {device}")
+    if several and len({id(g) for g in generator}) != B:
+        raise ValueError("generator holds one generator twice; each row needs its own, with its own seed")
 
 # %% ../nbs/07_sampling.ipynb #2dfb4844
 def ready_cache(model, cache, use_cache, B, P, longest, ragged):
@@ -417,7 +420,7 @@ def generate(
 
     With a cache only ids[:, cache.length:] is read; without, everything, by the same code. "slide": past the limit each step is a fresh
     pass over the last context_length tokens. Each row of a list is what its own run would be, greedy or with its own generator. The model
-    keeps its mode; the weights are those of the moment of the call. Bad input: `ValueError` or `TypeError` before the first pass.
+    keeps its mode; the weights are those of the moment of the call. Bad input: `ValueError` or `TypeError`, before a word is chosen.
     """
     ragged, config = isinstance(ids, (list, tuple)), model.config
     check_prompts(ids, ragged)

@@ -208,7 +208,7 @@ def number_specials(
     "Ids 0, 1, … for the special tokens. `ValueError`: one is empty or doubled, or V has no room for them and the bytes."
     if isinstance(special_tokens, str):
         raise TypeError(f"special_tokens={special_tokens!r} must be a list of texts, not one text")
-    specials = [check_text(special, "special_tokens") for special in special_tokens]
+    specials = [check_text(special, f"special_tokens[{i}]") for i, special in enumerate(special_tokens)]
     if "" in specials or len(set(specials)) < len(specials):
         raise ValueError(f"special_tokens={specials} must be different and not empty")
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
@@ -255,7 +255,8 @@ class ByteBPE(ByteLevelTokenizer):
         """Ids: the special tokens, the 256 bytes in `BYTE_ORDER`, then the merges, the most frequent first, a tie to the
         lower id pair. A special token inside a text is ordinary text.
 
-        If the texts run out of pairs, `vocab_size` is smaller than asked, with a `UserWarning`."""
+        If the texts run out of pairs, `vocab_size` is smaller than asked, with a `UserWarning`. `TypeError`, `ValueError`: see
+        `checked_texts` and `number_specials`."""
         specials = number_specials(special_tokens, vocab_size)
         vocabulary = [special.encode() for special in specials] + [bytes([byte]) for byte in BYTE_ORDER]
         byte_ids = {byte: len(specials) + i for i, byte in enumerate(BYTE_ORDER)}
@@ -327,7 +328,7 @@ class Tokenizer(ByteLevelTokenizer):
         tokens = ordinary | {id: token.content.encode() for id, token in added.items()}
         specials = {token.content: id for id, token in added.items() if token.special}
         super().__init__([tokens[id] for id in sorted(tokens)], specials)
-        self.backend = backend
+        self.backend, self.missing = backend, {bytes([byte]) for byte in range(256)} - set(ordinary.values())
 
     @classmethod
     def from_gpt2(cls, encoder_json, vocab_bpe) -> "Tokenizer":
@@ -352,7 +353,9 @@ class Tokenizer(ByteLevelTokenizer):
         Path(path).write_text(self.backend.to_str(pretty=True), encoding="utf-8", newline="\n")
 
     def encode_ordinary(self, text: str) -> list:
-        "The ids of a text that holds no special token."
+        "The ids of a text that holds no special token. `ValueError` for a byte that the vocabulary lacks: it would be lost without a word."
+        if self.missing and (lost := sorted(self.missing & {bytes([byte]) for byte in text.encode()})):
+            raise ValueError(f"text holds the byte {lost[0]!r}, for which this vocabulary has no token")
         self.backend.encode_special_tokens = True  # each time: a copied or unpickled backend forgets it
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
@@ -362,7 +365,8 @@ def train_tokenizer(
     vocab_size: int,  # V: special tokens, 256 bytes, and the rest merges
     special_tokens=("<|endoftext|>",),  # they get the first ids
 ) -> Tokenizer:
-    """Byte-level BPE trained by the library `tokenizers`: same rules, warnings, errors and ids as `ByteBPE.train`.
+    """Byte-level BPE trained by the library `tokenizers`: same rules, warnings and ids as `ByteBPE.train`. `ValueError` also
+    for a special token that is a token of ordinary text too.
 
     Give it training texts only: what it has seen of the texts you test on, it has learned from them."""
     specials = number_specials(special_tokens, vocab_size)
@@ -409,8 +413,10 @@ def read_gpt2(
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         merges = list(dict.fromkeys(pairs))  # of a pair listed twice, the first place counts
         made = {left + right for left, right in merges} | set(_BYTES)
-        if missing := made - ids.keys():
+        if missing := made.union(*merges) - ids.keys():
             raise ValueError(f"{min(missing)!r} has no id")
+        for token in made:
+            from_printable(token)  # `ValueError` for a letter that stands for no byte
         if sorted(ids.values()) != list(range(len(ids))):
             raise ValueError("the ids must be 0, 1, … without gaps")
     except (ValueError, TypeError, AttributeError) as error:

@@ -10,11 +10,12 @@ __all__ = ['IGNORE', 'OPTIMIZERS', 'WINDOWS', 'PRECISIONS', 'ONE', 'MAX_SKIPPED'
            'accumulate_gradients', 'clip_gradients', 'finite_or_none', 'Updates', 'scoring_windows', 'Evaluation',
            'stack_rows', 'score', 'rows_to_score', 'evaluate', 'write_json', 'token_stream', 'write_tokens',
            'open_tokens', 'replace_folder', 'whole_or_nothing', 'unwrapped', 'weights_of', 'checksum', 'write_tensors',
-           'save_checkpoint', 'CheckpointError', 'find_checkpoint', 'read_checkpoint', 'read_tensors', 'copy_weights',
-           'configurations', 'Checkpoint', 'load_checkpoint', 'random_state', 'restore_random_state', 'check_same_run',
-           'Run', 'read_log', 'RunFolder', 'plot_log', 'ReadOnlyRunFolder', 'check_ids', 'check_streams', 'due',
-           'first_tokens', 'advance', 'first_interrupt_waits', 'TrainResult', 'begin', 'finish', 'train',
-           'neighbour_counts', 'ppmi_table', 'leading_directions', 'embedding_from_counts', 'begin_with_counts']
+           'save_checkpoint', 'CheckpointError', 'find_checkpoint', 'read_json', 'read_checkpoint', 'read_tensors',
+           'copy_weights', 'configurations', 'Checkpoint', 'load_checkpoint', 'random_state', 'restore_random_state',
+           'check_same_run', 'Run', 'read_log', 'RunFolder', 'plot_log', 'ReadOnlyRunFolder', 'check_ids',
+           'check_streams', 'due', 'first_tokens', 'advance', 'first_interrupt_waits', 'TrainResult', 'begin', 'finish',
+           'train', 'neighbour_counts', 'ppmi_table', 'leading_directions', 'embedding_from_counts',
+           'begin_with_counts']
 
 # %% ../nbs/06_training.ipynb #56980537
 import hashlib
@@ -728,13 +729,18 @@ def find_checkpoint(path) -> Path:
     raise CheckpointError(f"{path} is no checkpoint and no run: " + ("it holds no checkpoint.json" if path.is_dir() else "there is no such folder"))
 
 # %% ../nbs/06_training.ipynb #013634de
+def read_json(path):
+    "What a JSON file holds. `CheckpointError`, naming the file, if it cannot be read."
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
 def read_checkpoint(path):  # its folder, and the content of checkpoint.json
     "Find a checkpoint and check it: kind, format, and that every file is there and whole."
     folder = find_checkpoint(path)
-    try:
-        info = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'checkpoint.json'} cannot be read: {error}") from None
+    info = read_json(folder / "checkpoint.json")
     if not isinstance(info, dict) or info.get("kind") != KIND:
         raise CheckpointError(f"{folder / 'checkpoint.json'} was not written by tinylm")
     if info.get("format") != FORMAT:
@@ -883,10 +889,13 @@ class RunFolder:
         self.checkpoints, self.log_file = self.path / "checkpoints", self.path / "log.jsonl"
         self.latest = self.checkpoints / "latest"
 
-    def start(self, run, tokenizer):
-        "A new run. `ValueError` where one stands already."
+    def check_free(self):
+        "`ValueError` where a run stands already."
         if self.latest.exists():
             raise ValueError(f"{self.path} holds a run already: resume it, or choose another folder")
+
+    def start(self, run, tokenizer):
+        "The files of a new run."
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.describe(run)
         if tokenizer is not None:
@@ -967,7 +976,7 @@ class ReadOnlyRunFolder(RunFolder):
     def start(self, *arguments, **options):
         "Rank 0 does it."
 
-    save = log = rewind_log = draw = describe = start
+    check_free = save = log = rewind_log = draw = describe = start
 
 # %% ../nbs/06_training.ipynb #72abfe01
 def check_ids(name, ids, vocab_size):
@@ -1107,10 +1116,13 @@ def train(
     A resumed run continues bitwise as if it had never stopped (same machine, same number of threads and of processes)."""
     check_streams(model, train_ids, config, val_ids, processes)
     check_count("n_bytes", 1 if n_bytes is None else n_bytes)
-    if config.count_first and not resume:
-        begin_with_counts(model, train_ids, config.seed)
-    run, writes = Run(model, config, processes), processes.rank == 0
+    writes = processes.rank == 0
     folder = RunFolder(out_dir) if writes else ReadOnlyRunFolder(out_dir)
+    if not resume:
+        folder.check_free()
+        if config.count_first:
+            begin_with_counts(model, train_ids, config.seed)
+    run = Run(model, config, processes)
     begin(run, folder, tokenizer, resume)
     bar = tqdm(total=config.steps, initial=run.progress["step"], desc="training", unit="update", disable=not (progress and writes), dynamic_ncols=True)
     with bar, first_interrupt_waits() as asked:

@@ -331,10 +331,11 @@ class TransformerLM(nn.Module):
         cache=None,  # as in forward
         pad_mask: torch.Tensor | None = None,  # as in forward
     ) -> torch.Tensor:  # (B, T, C)
-        """The final, normed residual stream; forward is head(hidden).
+        """What the head reads, the last normed copy of the stream; forward is head(hidden).
 
         The first new token stands at position cache.length; with a pad_mask a row counts its real tokens only. A pass beyond
-        context_length, an id outside the vocabulary or a cache of another shape: `ValueError` before any work.
+        context_length, an id outside the vocabulary or a cache of other layers or rows: `ValueError` before any work. A cache of
+        other heads, or too short: `ValueError` in the first block, and the cache stays as it was.
         """
         past = 0 if cache is None else cache.length
         check_pass(self.config, ids, cache, past, pad_mask)
