@@ -34,9 +34,12 @@ def test_it_is_complete_and_small(shipped):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
 
 
-def test_its_log_ends_where_its_evaluation_was_made(shipped, evaluation):
-    log = [line for line in read_log(DATA / "runs" / "base-8m" / "log.jsonl") if "loss" in line]
-    assert log[-1]["step"] == shipped.step == evaluation["updates"] and log[-1]["tokens"] == evaluation["tokens_seen"]
+def test_its_logs_end_where_its_evaluation_was_made(shipped, evaluation):
+    ends = [[line for line in read_log(DATA / "runs" / name / "log.jsonl") if "loss" in line][-1] for name in ("base-8m", "base-18m")]
+    halfway = evaluation["after_the_first_leg"]
+    assert ends[0]["step"] == halfway["updates"] and ends[0]["tokens"] == halfway["tokens_seen"]
+    assert ends[1]["step"] == shipped.step and sum(end["step"] for end in ends) == evaluation["updates"]
+    assert sum(end["tokens"] for end in ends) == evaluation["tokens_seen"]
 
 
 def test_it_knows_english_when_it_sees_it(shipped):

@@ -730,7 +730,7 @@ def test_the_state_of_another_optimiser_is_refused_by_file(copy, change, match):
         go(copy, resume=True)
 
 
-@pytest.mark.parametrize("text", ["", "step-00000099", "../elsewhere"])
+@pytest.mark.parametrize("text", ["step-00000099", "../elsewhere"])
 def test_a_latest_that_leads_nowhere_is_refused(copy, text):
     (copy / "checkpoints" / "latest").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="checkpoint.json cannot be read"):
@@ -875,3 +875,32 @@ def test_ckpt_2_a_checkpoint_holds_plain_types_only(tmp_path):
     assert json.loads(json.dumps(plain))["numpy"] == plain["numpy"]
     assert all(type(tensor) is torch.Tensor for tensor in [*tensors.values(), *run.optimizer.state().values()])
     assert all(type(value) in (int, float, type(None)) for value in run.progress.values())
+
+
+def test_a_model_with_another_context_is_another_model(tmp_path):
+    "Both configurations have a context_length; rotary weights have the same shapes in either."
+    settings = training.TrainConfig(steps=4, batch_size=2, context_length=8, lr=1e-3)
+    wide, narrow = (TransformerLM(ModelConfig.preset("tiny", n_layers=1, context_length=n)) for n in (16, 8))
+    training.Run(wide, settings).save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="was made with context_length=16, this run has context_length=8"):
+        training.Run(narrow, settings).load(tmp_path / "saved")
+
+
+def test_a_checkpoint_takes_no_other_folders_place(tmp_path):
+    model = TransformerLM(ModelConfig.preset("tiny", n_layers=1))
+    (tmp_path / "papers").mkdir()
+    training.save_checkpoint(tmp_path / "papers", model)  # an empty folder may become one
+    training.save_checkpoint(tmp_path / "papers", model)  # and a checkpoint may be replaced
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("dear reader", encoding="utf-8")
+    for path in (tmp_path / "thesis", tmp_path / "thesis" / "thesis.txt"):
+        with pytest.raises(ValueError, match="exists and is no checkpoint"):
+            training.save_checkpoint(path, model)
+    assert (tmp_path / "thesis" / "thesis.txt").read_text(encoding="utf-8") == "dear reader"
+
+
+def test_a_latest_without_a_name_is_named(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="latest is empty"):
+        training.load_checkpoint(tmp_path)

@@ -1612,3 +1612,21 @@ def test_a_run_may_live_in_another_thread(tmp_path, no_picture):
     thread.start()
     thread.join()
     assert results[0].step == 6 and not results[0].interrupted
+
+
+def test_a_file_of_tokens_that_broke_off_is_not_read_as_whole(tmp_path):
+    write_tokens(tmp_path / "t.bin", [[1, 2, 3]], 5)
+    with pytest.raises(ValueError, match="ids run from 9 to 9"):
+        write_tokens(tmp_path / "t.bin", [[4, 4, 4], [9]], 5)
+    with pytest.raises(FileNotFoundError, match="t.bin.json"):
+        open_tokens(tmp_path / "t.bin", 5)
+
+
+def test_without_gradients_there_is_nothing_to_clip():
+    assert clip_gradients([torch.nn.Parameter(torch.zeros(3))], 1.0) == 0.0
+
+
+def test_only_ids_of_the_vocabulary_are_counted():
+    for ids in ([0, 3], [0, -1]):
+        with pytest.raises(ValueError, match="the vocabulary is 0 … 2"):
+            embedding_from_counts(torch.tensor(ids), 3, 2, window=1)

@@ -418,6 +418,8 @@ def clip_gradients(
 ) -> float:  # the norm before clipping
     "Scale all gradients by one factor, so that their common Euclidean norm is at most max_norm. Source: Pascanu et al. 2013."
     grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return 0.0
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])).item()
     if 0 < max_norm < norm < math.inf:
         for grad in grads:
@@ -600,6 +602,7 @@ def write_tokens(
 ) -> int:  # tokens written
     "A stream of token ids on disk: uint16 where the largest id fits, uint32 elsewhere. `ValueError` for an id outside the vocabulary."
     path, dtype, n = Path(path), np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32), 0
+    Path(f"{path}.json").unlink(missing_ok=True)  # the file is whole when this stands again
     with open(path, "wb") as file:
         for piece in pieces:
             ids = np.asarray(piece, dtype=np.int64)
@@ -701,9 +704,12 @@ def save_checkpoint(
 ):
     """Write weights, tokenizer and configuration into a folder that appears only when it is complete.
 
-    model.safetensors, tokenizer.json, checkpoint.json (with the checksum of every other file). Nothing in it is executable."""
-    weights = {name: weight.to(dtype or weight.dtype) for name, weight in weights_of(model).items()}
-    with whole_or_nothing(Path(path)) as aside:
+    model.safetensors, tokenizer.json, checkpoint.json (with the checksum of every other file). Nothing in it is executable.
+    `ValueError` where something else than a checkpoint stands."""
+    path, weights = Path(path), {name: weight.to(dtype or weight.dtype) for name, weight in weights_of(model).items()}
+    if path.exists() and not (path / "checkpoint.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} exists and is no checkpoint: choose another folder")
+    with whole_or_nothing(path) as aside:
         for name, group in {"model": weights, **(tensors or {})}.items():
             write_tensors({key: value.contiguous().cpu() for key, value in group.items()}, aside / f"{name}.safetensors")
         if tokenizer is not None:
@@ -725,7 +731,9 @@ def find_checkpoint(path) -> Path:
         return path
     latest = path / "checkpoints" / "latest"
     if latest.is_file():
-        return path / "checkpoints" / latest.read_text(encoding="utf-8").strip()
+        if not (name := latest.read_text(encoding="utf-8").strip()):
+            raise CheckpointError(f"{latest} is empty: it must name one of the folders beside it")
+        return path / "checkpoints" / name
     raise CheckpointError(f"{path} is no checkpoint and no run: " + ("it holds no checkpoint.json" if path.is_dir() else "there is no such folder"))
 
 # %% ../nbs/06_training.ipynb #013634de
@@ -835,13 +843,14 @@ MAY_CHANGE = ("steps", "hold_steps", "compile", "eval_every", "eval_tokens", "ch
 
 def check_same_run(run, folder, info):
     "`CheckpointError` if a checkpoint holds no training state, or that of another model or configuration."
-    if info["state"] is None:
+    if info["state"] is None or info["train_config"] is None:
         raise CheckpointError(f"{folder} holds weights only: it can be loaded, not resumed")
     model_config, train_config = configurations(folder, info)
-    made, own = model_config.to_dict() | asdict(train_config), run.model.config.to_dict() | asdict(run.config)
-    for field, value in own.items():
-        if field not in MAY_CHANGE and made[field] != value:
-            raise CheckpointError(f"{folder} was made with {field}={made[field]!r}, this run has {field}={value!r}")
+    pairs = (model_config.to_dict(), run.model.config.to_dict()), (asdict(train_config), asdict(run.config))
+    for made, own in pairs:  # one after the other: both have a context_length
+        for field, value in own.items():
+            if field not in MAY_CHANGE and made[field] != value:
+                raise CheckpointError(f"{folder} was made with {field}={made[field]!r}, this run has {field}={value!r}")
 
 # %% ../nbs/06_training.ipynb #bfd17aa3
 class Run(Updates):
@@ -1185,10 +1194,11 @@ def embedding_from_counts(
     std: float = 0.02,  # size of the numbers, as of the noise they replace
     seed: int = 0,  # of the directions to begin with, and of the vectors of tokens that do not occur
 ) -> torch.Tensor:  # float32 (V, C)
-    "Token vectors from neighbour counts, the factored PPMI table (Levy and Goldberg 2014). `ValueError` if n ≤ window."
+    "Token vectors from neighbour counts, the factored PPMI table (Levy and Goldberg 2014). `ValueError` if n ≤ window, or for an id outside the vocabulary."
     check_count("window", window)
     if len(ids) <= window:
         raise ValueError(f"ids holds {len(ids)} tokens; window={window} needs {window + 1}")
+    check_ids("ids", ids, vocab_size)
     generator = torch.Generator().manual_seed(seed)
     vectors = leading_directions(ppmi_table(ids, vocab_size, window), d_model, generator)
     vectors = F.pad(vectors, (d_model - vectors.shape[1], 0))  # fewer than C directions, if V < C
