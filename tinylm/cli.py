@@ -38,7 +38,7 @@ from .exercises import without_solutions
 from .sampling import generate
 from .tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 from .training import (ONE, OPTIMIZERS, WINDOWS, OneProcess, RunFolder, TrainConfig, evaluate, find_checkpoint, load_checkpoint, open_tokens, plot_log,
-                             token_stream, train as train_model, write_json, write_tokens)
+                             read_json, token_stream, train as train_model, write_json, write_tokens)
 from .transformer import PRESETS, ModelConfig, TransformerLM, widen_start
 
 # %% ../nbs/13_command_line.ipynb #1b7e144c
@@ -296,7 +296,7 @@ def run_training(
 ):  # an Evaluation of all held-out tokens
     "Train on the token files of the run. `KeyboardInterrupt` after Ctrl-C, when all is saved."
     train_ids, val_ids = (open_tokens(out / "tokens" / f"{name}.bin", tokenizer.vocab_size) for name in ("train", "val"))
-    n_bytes = json.loads((out / "tokens" / "bytes.json").read_text(encoding="utf-8"))["val"]
+    n_bytes = read_json(out / "tokens" / "bytes.json")["val"]
     result = train_model(model, train_ids, each_document(val_ids, tokenizer.eot_id), config, out_dir=out, tokenizer=tokenizer,
                          resume=resume, n_bytes=n_bytes, processes=processes)
     if result.interrupted:
@@ -358,7 +358,7 @@ def resume_run(
 
 def planned_steps(out: Path) -> int:
     "How many updates the run was last asked for: more than its checkpoint knows of, if it was stopped before the first of them."
-    return json.loads((out / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
+    return read_json(out / "config.json")["train"]["steps"]
 
 # %% ../nbs/13_command_line.ipynb #cde51ae9
 def typed(context: typer.Context, name: str) -> bool:
@@ -588,7 +588,7 @@ def clear_demo(out: Path, steps: int, seed: int):
     "An empty folder for a demo; an earlier demo there is removed. `UserError` if it holds anything else."
     known = RUN_FILES | {"demo.json"}
     if (out / "demo.json").exists() and not foreign_files(out, known):
-        if (out / "config.json").exists() and planned_steps(out) != json.loads((out / "demo.json").read_text(encoding="utf-8"))["steps"]:
+        if (out / "config.json").exists() and planned_steps(out) != read_json(out / "demo.json")["steps"]:
             raise UserError(f"{out} holds a demo that was trained on: choose another --out")
         shutil.rmtree(out)
     check_new(out, known)
